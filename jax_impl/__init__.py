@@ -1,0 +1,52 @@
+"""Exact rollback of short-convolution state in speculative decoding, for JAX on NVIDIA GPUs.
+
+The names below are loaded on first use, so that layout, capacity and presets can be used without any array framework.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_impl.cache import ConvCache, allocate_conv_cache, reset_conv_state
+    from jax_impl.commit import commit_conv_state
+    from jax_impl.conv import causal_conv1d_prefill, causal_conv1d_update, causal_conv1d_verify
+    from jax_impl.layout import ConvCacheSpec, use_storage
+    from jax_impl.windows import gather_windows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConvCache",
+    "ConvCacheSpec",
+    "allocate_conv_cache",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
+    "causal_conv1d_verify",
+    "commit_conv_state",
+    "gather_windows",
+    "reset_conv_state",
+    "use_storage",
+]
+
+_MODULE_OF = {
+    "ConvCache": "cache",
+    "ConvCacheSpec": "layout",
+    "allocate_conv_cache": "cache",
+    "causal_conv1d_prefill": "conv",
+    "causal_conv1d_update": "conv",
+    "causal_conv1d_verify": "conv",
+    "commit_conv_state": "commit",
+    "gather_windows": "windows",
+    "reset_conv_state": "cache",
+    "use_storage": "layout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,241 @@
+"""The command line: `python -m jax_impl demo` and `python -m jax_impl plan`.
+
+A subcommand is a module with `add_parser(subparsers)` and `run(args) -> exit code`, listed in `SUBCOMMANDS`. All of
+them are imported to build the help text, so such a module imports arrays frameworks inside `run` only.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from jax_impl.capacity import capacity, gib, times
+from jax_impl.demo import CliError, positive, print_table, published_model
+from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
+from jax_impl.presets import PRESETS, ConvPart, Preset
+
+SUBCOMMANDS = ("jax_impl.demo",)  # the next ones: jax_impl.bench.cli, jax_impl.model.cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses `argv` (the process's arguments by default), runs the subcommand and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_impl", description="Exact conv-state rollback for speculative decoding, in JAX."
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in SUBCOMMANDS:
+        importlib.import_module(name).add_parser(subparsers)
+    add_plan_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except CliError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+PLAN_CAPTION = (
+    "A slot holds one sequence in the pool, a row one request in the verify buffer, all layers together. "
+    "rows/GiB is of the sliding buffer; GiB is 2^30 bytes; rows are requests + 1. 1× means no saving: K = 2 or D = 1. "
+    "Grade B geometry was transcribed: check it before relying on it."
+)
+PLAN_COLUMNS: tuple[str, ...] = (
+    "model",
+    "kind",
+    "grade",
+    "tp",
+    "num_layers",
+    "conv_dim",
+    "width",
+    "state_len",
+    "num_draft_tokens",
+    "dtype",
+    "slot_bytes",
+    "dense_row_bytes",
+    "sliding_row_bytes",
+    "saving",
+    "dense_rows_per_gib",
+    "sliding_rows_per_gib",
+    "max_requests",
+    "dense_windows_bytes",
+    "sliding_windows_bytes",
+)
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def model_or_all(text: str) -> Preset | str:
+    """A preset by name, or "all", as an argparse type."""
+    return "all" if text.lower() == "all" else published_model(text)
+
+
+def add_plan_parser(subparsers: Any) -> None:
+    """Registers `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="bytes per request, rows per GiB and saving of any geometry",
+        description="Prints what the pool and the verify buffer cost per rank, dense and sliding, for published models "
+        "(all of them by default) or for a geometry given by --num-layers, --conv-dim and --width.",
+    )
+    option = parser.add_argument
+    option("--model", type=model_or_all, nargs="+", action="extend", metavar="NAME", help='published names, or "all"')
+    option("--num-layers", type=positive, metavar="L", help="layers with a convolution, instead of --model")
+    option("--conv-dim", type=positive, metavar="N", help="channels at TP 1, instead of --model")
+    option("--width", type=positive, metavar="K", help="kernel width, instead of --model")
+    option("--tp", type=positive, nargs="+", default=[1], metavar="N", help="tensor-parallel ranks (1)")
+    option("--draft-tokens", type=positive, nargs="+", default=[4], metavar="D", help="tokens verified per step (4)")
+    option(
+        "--requests", type=positive, default=16, metavar="N", help="requests in flight; the buffer has N + 1 rows (16)"
+    )
+    option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of pool and buffer (%(default)s)")
+    option(
+        "--state-len", choices=("K-1", "K"), default="K-1", help="columns that the stack keeps per slot (%(default)s)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    form.add_argument("--csv", action="store_true", help="print CSV with a header line and nothing else")
+    parser.set_defaults(run=run_plan, parser=parser)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit code."""
+    presets = _presets(args)
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    for preset in presets or [None]:
+        for tp in args.tp:
+            try:
+                rows.extend(_plan_row(args, preset, tp, num_draft_tokens) for num_draft_tokens in args.draft_tokens)
+            except ValueError as error:
+                name, _, reason = str(error).partition(": ")
+                if presets is not PRESETS:
+                    args.parser.error(f"argument --{name.strip('`').replace('_', '-')}: {reason}")
+                left_out.append({"model": preset.name if preset else "custom", "tp": tp, "reason": reason})
+    if args.json:
+        print(json.dumps({"rows": rows, "left_out": left_out}, indent=1))
+        return 0
+    if args.csv:
+        writer = csv.DictWriter(sys.stdout, PLAN_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        _print_plan(args, rows)
+    for row in left_out:
+        print(f"left out: {row['model']} at TP {row['tp']}: {row['reason']}", file=sys.stderr)
+    return 0
+
+
+def _presets(args: argparse.Namespace) -> Sequence[Preset]:
+    """The presets to plan; `PRESETS` itself when all were asked for, nothing when a geometry was given."""
+    geometry = {"--num-layers": args.num_layers, "--conv-dim": args.conv_dim, "--width": args.width}
+    given = [name for name, value in geometry.items() if value is not None]
+    if not given:
+        return PRESETS if args.model is None or "all" in args.model else tuple(dict.fromkeys(args.model))
+    if args.model is not None:
+        args.parser.error(f"argument --model: not allowed with {', '.join(given)}. Give a model or a geometry.")
+    missing = [name for name in geometry if name not in given]
+    if missing:
+        args.parser.error(
+            f"argument {given[0]}: a geometry needs {', '.join(geometry)}. "
+            f"Add {' and '.join(missing)}, or give --model."
+        )
+    return ()
+
+
+def _plan_row(args: argparse.Namespace, preset: Preset | None, tp: int, num_draft_tokens: int) -> dict[str, Any]:
+    """One line of the plan; `preset` None is the geometry of the options."""
+    width = preset.width if preset else args.width
+    spec = ConvCacheSpec(
+        num_layers=preset.num_conv_layers if preset else args.num_layers,
+        num_slots=1,
+        max_requests=args.requests + 1,
+        conv_dim=preset.conv_dim_per_rank(tp) if preset else ConvPart("conv_dim", args.conv_dim).channels_per_rank(tp),
+        width=width,
+        num_draft_tokens=num_draft_tokens,
+        dtype=args.dtype,
+        state_len=width - (args.state_len == "K-1"),
+    )
+    size = capacity(spec)
+    return {
+        "model": preset.name if preset else "custom",
+        "kind": preset.kind if preset else "",
+        "grade": preset.grade if preset else "",
+        "tp": tp,
+        "num_layers": spec.num_layers,
+        "conv_dim": spec.conv_dim,
+        "width": spec.width,
+        "state_len": spec.state_columns,
+        "num_draft_tokens": spec.num_draft_tokens,
+        "dtype": spec.dtype,
+        "slot_bytes": size.slot_bytes,
+        "dense_row_bytes": size.dense_row_bytes,
+        "sliding_row_bytes": size.sliding_row_bytes,
+        "saving": float(size.saving),
+        "dense_rows_per_gib": size.dense_rows_per_gib,
+        "sliding_rows_per_gib": size.sliding_rows_per_gib,
+        "max_requests": spec.max_requests,
+        "dense_windows_bytes": size.dense_windows_bytes,
+        "sliding_windows_bytes": size.sliding_windows_bytes,
+    }
+
+
+def _print_plan(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    print_table(
+        f"Per rank, {args.dtype}",
+        (
+            "model",
+            "kind",
+            "grade",
+            "TP",
+            "layers",
+            "channels",
+            "K",
+            "D",
+            "bytes/slot",
+            "dense bytes/row",
+            "sliding bytes/row",
+            "saving",
+            "rows/GiB",
+            f"dense GiB, {args.requests + 1} rows",
+            "sliding GiB",
+        ),
+        [
+            (
+                r["model"],
+                r["kind"],
+                r["grade"],
+                f"{r['tp']}",
+                f"{r['num_layers']}",
+                f"{r['conv_dim']}",
+                f"{r['width']}",
+                f"{r['num_draft_tokens']}",
+                f"{r['slot_bytes']:,}",
+                f"{r['dense_row_bytes']:,}",
+                f"{r['sliding_row_bytes']:,}",
+                times(Fraction(r["dense_row_bytes"], r["sliding_row_bytes"])),
+                f"{r['sliding_rows_per_gib']:,}",
+                gib(r["dense_windows_bytes"]),
+                gib(r["sliding_windows_bytes"]),
+            )
+            for r in rows
+        ],
+        caption=PLAN_CAPTION,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What a convolution cache costs in bytes, and what the sliding buffer saves.
+
+Per request and layer the dense buffer holds D windows of S columns, the sliding one D + S - 1 columns. Their ratio
+
+    saving = D * S / (D + S - 1)            with S = K - 1: D * (K - 1) / (D + K - 2)
+
+depends on the number of draft tokens D and the width K only: not on the model, the slots or the requests. It is 1,
+no saving at all, when D = 1 or S = 1 (that is K = 2).
+
+Everything here is arithmetic on `ConvCacheSpec`; this module imports no array framework. Names end in `_bytes` where
+the unit is bytes; GiB is 2^30 bytes.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from fractions import Fraction
+
+from jax_impl.layout import ConvCacheSpec
+from jax_impl.presets import get_preset
+
+GIB_BYTES = 2**30
+
+# model, ranks, rows (requests in flight + 1), draft tokens: the measurements published with the sliding buffer
+PUBLISHED_SETTINGS: tuple[tuple[str, int, int, int], ...] = (
+    ("Qwen3.5-0.8B", 1, 17, 4),
+    ("Qwen3.5-35B-A3B", 2, 33, 4),
+)
+
+
+def saving(width: int, num_draft_tokens: int, state_len: int | None = None) -> Fraction:
+    """How many times smaller the sliding buffer is than the dense one: D * S / (D + S - 1), exactly.
+
+    Args:
+      width: kernel width K, at least 2.
+      num_draft_tokens: tokens D verified per step, at least 1.
+      state_len: columns S per slot, K-1 (the default) or K.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> saving(4, 4), saving(4, 8), saving(4, 1), saving(2, 8)
+      (Fraction(2, 1), Fraction(12, 5), Fraction(1, 1), Fraction(1, 1))
+    """
+    spec = ConvCacheSpec(1, 1, 1, 1, width, num_draft_tokens, state_len=state_len)
+    return Fraction(num_draft_tokens * spec.state_columns, spec.num_columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Bytes of one geometry, whatever storage its spec names; see `capacity`.
+
+    Args:
+      slot_bytes: one slot of the pool, all layers together.
+      sliding_row_bytes: one request's row of the sliding buffer, all layers together.
+      dense_row_bytes: the same with one whole window per draft token.
+      max_requests: rows of the buffer.
+      num_slots: slots of the pool.
+    """
+
+    slot_bytes: int
+    sliding_row_bytes: int
+    dense_row_bytes: int
+    max_requests: int
+    num_slots: int
+
+    @property
+    def saving(self) -> Fraction:
+        """Dense bytes over sliding bytes."""
+        return Fraction(self.dense_row_bytes, self.sliding_row_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def sliding_windows_bytes(self) -> int:
+        """Bytes of the whole sliding buffer."""
+        return self.max_requests * self.sliding_row_bytes
+
+    @property
+    def dense_windows_bytes(self) -> int:
+        """Bytes of the whole dense buffer."""
+        return self.max_requests * self.dense_row_bytes
+
+    @property
+    def sliding_rows_per_gib(self) -> int:
+        """Whole rows of the sliding buffer in one GiB."""
+        return GIB_BYTES // self.sliding_row_bytes
+
+    @property
+    def dense_rows_per_gib(self) -> int:
+        """Whole rows of the dense buffer in one GiB."""
+        return GIB_BYTES // self.dense_row_bytes
+
+
+def capacity(spec: ConvCacheSpec) -> Capacity:
+    """The bytes of a geometry in both storages.
+
+    Example:
+      >>> capacity(get_preset("Qwen3.5-0.8B").spec(num_slots=20, max_requests=17, num_draft_tokens=4)).dense_row_bytes
+      2654208
+    """
+    return Capacity(
+        slot_bytes=spec.num_layers * spec.slot_bytes,
+        sliding_row_bytes=dataclasses.replace(spec, storage="sliding").row_bytes,
+        dense_row_bytes=dataclasses.replace(spec, storage="dense").row_bytes,
+        max_requests=spec.max_requests,
+        num_slots=spec.num_slots,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRow:
+    """One row of the published memory table, per rank."""
+
+    model: str
+    tp: int
+    max_requests: int
+    num_draft_tokens: int
+    dense_windows_bytes: int
+    sliding_windows_bytes: int
+
+    @property
+    def saving(self) -> Fraction:
+        """Dense bytes over sliding bytes."""
+        return Fraction(self.dense_windows_bytes, self.sliding_windows_bytes)
+
+
+def published_table() -> tuple[PublishedRow, ...]:
+    """The published memory table, computed from the presets.
+
+    Source:
+      The table of SGLang's pull request #28302, which prints these bytes over 2^30, rounded, as "GB".
+
+    Example:
+      >>> [(round(r.dense_windows_bytes / GIB_BYTES, 4), round(r.sliding_windows_bytes / GIB_BYTES, 4))
+      ...  for r in published_table()]
+      [(0.042, 0.021), (0.0906, 0.0453)]
+    """
+    rows = []
+    for model, tp, max_requests, num_draft_tokens in PUBLISHED_SETTINGS:
+        spec = get_preset(model).spec(
+            num_slots=1, max_requests=max_requests, num_draft_tokens=num_draft_tokens, tp=tp, dtype="bfloat16"
+        )
+        size = capacity(spec)
+        rows.append(
+            PublishedRow(
+                model, tp, max_requests, num_draft_tokens, size.dense_windows_bytes, size.sliding_windows_bytes
+            )
+        )
+    return tuple(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingRow:
+    """Columns per channel for one width and number of draft tokens."""
+
+    width: int
+    num_draft_tokens: int
+    dense_columns: int
+    sliding_columns: int
+
+    @property
+    def saving(self) -> Fraction:
+        """Dense columns over sliding columns."""
+        return Fraction(self.dense_columns, self.sliding_columns)
+
+
+def saving_table(
+    widths: Iterable[int] = (4, 3, 7, 2), draft_tokens: Iterable[int] = (1, 2, 4, 8, 16), state_len: int | None = None
+) -> tuple[SavingRow, ...]:
+    """Columns and saving for every pair, the pairs without any saving (D = 1, or K = 2) among them.
+
+    Example:
+      >>> [str(row.saving) for row in saving_table(widths=(4,))]
+      ['1', '3/2', '2', '12/5', '8/3']
+      >>> [str(row.saving) for row in saving_table(widths=(2,))]
+      ['1', '1', '1', '1', '1']
+    """
+    draft_tokens = tuple(draft_tokens)
+    rows = []
+    for width in widths:
+        for num_draft_tokens in draft_tokens:
+            spec = ConvCacheSpec(1, 1, 1, 1, width, num_draft_tokens, state_len=state_len)
+            rows.append(SavingRow(width, num_draft_tokens, num_draft_tokens * spec.state_columns, spec.num_columns))
+    return tuple(rows)
+
+
+def times(ratio: Fraction) -> str:
+    """A ratio as text: exact when it is a whole number, and never "1×" for anything but 1.
+
+    >>> times(Fraction(1)), times(Fraction(2)), times(Fraction(12, 5)), times(Fraction(8, 3))
+    ('1×', '2×', '2.4×', '2.67×')
+    """
+    return f"{round(float(ratio), 2):g}×"
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes over 2^30 with four digits, the form of the published table.
+
+    >>> gib(45121536)
+    '0.0420'
+    """
+    return f"{size_bytes / GIB_BYTES:.4f}"

@@ -1,0 +1,162 @@
+"""What every operation checks about its arguments while it is traced.
+
+Only what is static is checked here: ranks, axes, dtypes and options. Values of index arrays are never looked at; the
+operations skip every value that is out of range, and `jax_impl.debug` reports such values when asked.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl.layout import ITEM_BYTES, ConvCacheSpec, Problems, dtype_name
+
+Implementation = Literal["xla", "pallas", "pallas_interpret"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def index_array(problems: Problems, name: str, value: Any, batch: int | None) -> jax.Array | None:
+    """`value` as an int32 array `[batch]`, saturated; records a problem and returns None when it cannot be one.
+
+    Wider integers saturate instead of wrapping: 2^32 + 3 becomes 2^31 - 1, which every operation skips, and never 3.
+    `batch` None accepts any length.
+    """
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        if value.shape == (0,):  # an empty list has no integers to take a dtype from
+            value = value.astype(np.int32)
+    if not np.issubdtype(value.dtype, np.integer):
+        problems.add(name, "an integer array", dtype_name(value.dtype), "Index arrays are int32.")
+        return None
+    if value.ndim != 1 or (batch is not None and value.shape[0] != batch):
+        problems.expect(name, "request", (batch if batch is not None else -1,), value.shape)
+        return None
+    if value.dtype == np.int32:
+        return jnp.asarray(value)
+    clip: Callable[..., Any] = jnp.clip if isinstance(value, jax.Array) else np.clip
+    limits = np.iinfo(value.dtype)
+    low, high = max(limits.min, INT32_MIN), min(limits.max, INT32_MAX)
+    clipped = clip(value, np.asarray(low, value.dtype), np.asarray(high, value.dtype))
+    return jnp.asarray(clipped.astype(np.int32))
+
+
+def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
+    """`null_slot` as an int or None; a traced value would make the skip rule depend on data and is refused."""
+    if null_slot is None:
+        return None
+    if isinstance(null_slot, bool) or not isinstance(null_slot, int | np.integer):
+        problems.add("null_slot", "a Python integer or None", repr(null_slot), "It is static: part of the program.")
+        return None
+    return int(null_slot)
+
+
+def implementation_name(problems: Problems, implementation: Any) -> None:
+    """Records a problem unless `implementation` is None or a known name."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        problems.add("implementation", f"None or one of {', '.join(IMPLEMENTATIONS)}", repr(implementation))
+
+
+def float_array(problems: Problems, name: str, value: Any) -> jax.Array | None:
+    """`value` as a jax array of a supported float dtype, or None with a problem recorded."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        problems.add(name, "an array", type(value).__name__)
+        return None
+    if dtype_name(value.dtype) not in ITEM_BYTES:
+        problems.add(name, f"dtype {', '.join(ITEM_BYTES)}", dtype_name(value.dtype), "Nothing is cast silently.")
+        return None
+    return jnp.asarray(value)
+
+
+def cache_array(
+    problems: Problems, name: str, value: Any, spec: ConvCacheSpec, *, stacked: bool | None = None
+) -> bool | None:
+    """Checks a pool (`conv_state`) or verify buffer (`conv_windows`) against the spec.
+
+    Returns whether it is stacked over layers; None when it fits neither form. `stacked` asks for one of the forms.
+    """
+    full, axes = (
+        (spec.state_shape, spec.state_axes) if name == "conv_state" else (spec.windows_shape, spec.windows_axes)
+    )
+    if not isinstance(value, jax.Array | np.ndarray):
+        problems.add(name, "an array", type(value).__name__)
+        return None
+    if dtype_name(value.dtype) != spec.dtype:
+        problems.add(
+            name, f"dtype {spec.dtype} of the spec", dtype_name(value.dtype), "Pool and buffer are never cast."
+        )
+    is_stacked = value.ndim == len(full)
+    expected = full if (is_stacked if stacked is None else stacked) else full[1:]
+    if tuple(value.shape) != expected:
+        one = axes.removeprefix("layer, ")
+        if stacked is None and value.ndim not in (len(full), len(full) - 1):
+            problems.add(name, f"{axes} = {full} or, for one layer, {one} = {full[1:]}", tuple(value.shape))
+        else:
+            problems.expect(name, axes if expected == full else one, expected, value.shape)
+        return None
+    return is_stacked
+
+
+def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: ConvCacheSpec) -> jax.Array | None:
+    """`layer` as an int32 scalar for stacked arrays, None for one layer's arrays."""
+    if stacked is None:
+        return None
+    if not stacked:
+        if layer is not None:
+            problems.add("layer", "None with one layer's arrays", repr(layer), "Pass stacked arrays to pick a layer.")
+        return None
+    if layer is None:
+        problems.add("layer", "an integer or an integer scalar with stacked arrays", "None")
+        return None
+    if isinstance(layer, int | np.integer) and not isinstance(layer, bool):
+        if not 0 <= int(layer) < spec.num_layers:
+            problems.add("layer", f"0 to num_layers - 1 = {spec.num_layers - 1}", int(layer))
+            return None
+        return jnp.asarray(int(layer), jnp.int32)
+    if isinstance(layer, bool) or not isinstance(layer, jax.Array) or not np.issubdtype(layer.dtype, np.integer):
+        problems.add("layer", "an integer or an integer scalar", repr(layer))
+        return None
+    if layer.ndim != 0:
+        problems.expect("layer", "scalar", (), layer.shape)
+        return None
+    index = index_array(problems, "layer", layer.reshape(1), 1)
+    return None if index is None else index[0]
+
+
+def weight_and_bias(
+    problems: Problems, weight: Any, bias: Any, spec: ConvCacheSpec
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Weight as `[conv_dim, K]` and bias as `[conv_dim]` or None, both still in their own dtype."""
+    taps = float_array(problems, "weight", weight)
+    if taps is not None:
+        expected = (spec.conv_dim, spec.width)
+        if taps.ndim == 3:
+            if taps.shape != (spec.conv_dim, 1, spec.width):
+                problems.expect("weight", "channel, 1, tap", (spec.conv_dim, 1, spec.width), taps.shape)
+                return None, None
+            taps = taps[:, 0, :]
+        elif taps.shape != expected:
+            problems.expect("weight", "channel, tap", expected, taps.shape, "The last tap meets the current token.")
+            return None, None
+    if bias is None:
+        return taps, None
+    offset = float_array(problems, "bias", bias)
+    if offset is not None and offset.shape != (spec.conv_dim,):
+        problems.expect("bias", "channel", (spec.conv_dim,), offset.shape)
+    return taps, offset
+
+
+def activation_name(problems: Problems, activation: Any) -> None:
+    """Records a problem unless `activation` is "silu" or None."""
+    if activation not in (None, "silu"):
+        problems.add("activation", 'None or "silu"', repr(activation))
+
+
+def spec_argument(spec: Any) -> ConvCacheSpec:
+    """`spec` itself; everything else is checked against it, so a wrong one raises at once."""
+    if not isinstance(spec, ConvCacheSpec):
+        raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
+    return spec

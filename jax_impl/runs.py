@@ -1,0 +1,131 @@
+"""Bit-exact reads and writes of runs of columns, in plain `jax.lax`: what the "xla" paths are made of.
+
+A run is a few neighbouring columns of one row of a pool or buffer. `take` reads one run per index, `put` writes one per
+index; an index that is not live reads zeros and writes nothing. Every guard is explicit, because JAX wraps negative
+indices and clamps slices: a dead index is replaced by one past the end of its axis, which `lax` drops.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_impl.layout import ConvCacheSpec
+
+_BITS = {2: jnp.uint16, 4: jnp.uint32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Where a set of runs lies in a pool ("state") or in a verify buffer ("windows").
+
+    Attributes:
+      spec: geometry.
+      rows: int32, any shape: slot of the pool or row of the buffer.
+      live: bool, broadcastable to `rows`: False reads zeros and writes nothing.
+      of: which array the runs are in.
+      stacked: whether the array has the leading layer axis.
+      layer: int32 scalar: only this layer of a stacked array. None: all layers.
+      starts: int32 like `rows`: first column, or the token of a dense buffer. None: whole rows.
+      num_columns: columns per run; None: all of them.
+    """
+
+    spec: ConvCacheSpec
+    rows: jax.Array
+    live: jax.Array
+    of: Literal["state", "windows"]
+    stacked: bool
+    layer: jax.Array | None = None
+    starts: jax.Array | None = None
+    num_columns: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the indexed array."""
+        full = self.spec.state_shape if self.of == "state" else self.spec.windows_shape
+        return full if self.stacked else full[1:]
+
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Axes that the index addresses, axes of those that a run does not keep, and the run's sizes on all axes."""
+        shape, row = self.shape, int(self.stacked)
+        sizes = list(shape)
+        indexed = [row]
+        sizes[row] = 1
+        if self.layer is not None:
+            indexed.insert(0, 0)
+            sizes[0] = 1
+        dropped = tuple(indexed)
+        if self.starts is not None:
+            dense = self.of == "windows" and self.spec.storage == "dense"
+            position = row + 1 if dense else len(shape) + self.spec.column_axis
+            indexed.append(position)
+            sizes[position] = self.num_columns or 1
+            if dense:
+                dropped = (*dropped, position)
+        return tuple(indexed), dropped, tuple(sizes)
+
+    def index(self) -> jax.Array:
+        """Index vectors `[..., len(indexed axes)]`; dead ones point one past the end of the row axis."""
+        live = self.live
+        if self.layer is not None:
+            live = live & (self.layer >= 0) & (self.layer < self.spec.num_layers)
+        past_the_end = jnp.int32(self.shape[int(self.stacked)])
+        parts = [jnp.where(live, self.rows, past_the_end)]
+        if self.layer is not None:
+            parts.insert(0, jnp.broadcast_to(self.layer, self.rows.shape))
+        if self.starts is not None:
+            parts.append(jnp.where(live, self.starts, jnp.int32(0)))
+        return jnp.stack(parts, axis=-1).astype(jnp.int32)
+
+    def offset_axes(self, dropped: tuple[int, ...]) -> tuple[int, ...]:
+        """Axes of the result that belong to the run: index axes stand behind the layer axis, or first."""
+        kept = len(self.shape) - len(dropped)
+        if self.stacked and self.layer is None:
+            return (0, *range(1 + self.rows.ndim, self.rows.ndim + kept))
+        return tuple(range(self.rows.ndim, self.rows.ndim + kept))
+
+
+def take(array: jax.Array, where: Runs) -> jax.Array:
+    """Reads runs: `[(L,) *rows.shape, *run]`; zeros where not live. Bits are preserved."""
+    indexed, dropped, sizes = where.axes()
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=where.offset_axes(dropped), collapsed_slice_dims=tuple(sorted(dropped)), start_index_map=indexed
+    )
+    runs = lax.gather(
+        _to_bits(array), where.index(), dimensions, sizes, mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=0
+    )
+    return _from_bits(runs, array.dtype)
+
+
+def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
+    """Writes runs and returns the array; everything else, and every run that is not live, keeps its bits."""
+    indexed, dropped, _ = where.axes()
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=where.offset_axes(dropped),
+        inserted_window_dims=tuple(sorted(dropped)),
+        scatter_dims_to_operand_dims=indexed,
+    )
+    written = lax.scatter(
+        _to_bits(array), where.index(), _to_bits(values), dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP
+    )
+    return _from_bits(written, array.dtype)
+
+
+def _needs_bits(dtype: jnp.dtype) -> bool:
+    """Whether a copy must be of integers to keep NaN payloads.
+
+    GPUs reinterpret a pool for free, so there copies are always of integers. On CPU a reinterpreted pool is a copied
+    pool, and only bfloat16 before JAX 0.11 needs it: that compiler widens bfloat16 gathers and scatters to float32.
+    """
+    old = jax.__version_info__ < (0, 11)
+    return jax.default_backend() != "cpu" or (old and dtype == jnp.bfloat16)
+
+
+def _to_bits(array: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(array, _BITS[array.dtype.itemsize]) if _needs_bits(array.dtype) else array
+
+
+def _from_bits(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
