@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_impl.cache import ConvCache, allocate_conv_cache, reset_conv_state
     from jax_impl.commit import commit_conv_state
-    from jax_impl.conv import causal_conv1d_prefill, causal_conv1d_update, causal_conv1d_verify
+    from jax_impl.conv import (
+        ConvWeight,
+        causal_conv1d_prefill,
+        causal_conv1d_update,
+        causal_conv1d_verify,
+        prepare_conv_weight,
+    )
     from jax_impl.layout import ConvCacheSpec, use_storage
     from jax_impl.windows import gather_windows
 
@@ -18,12 +24,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ConvCache",
     "ConvCacheSpec",
+    "ConvWeight",
     "allocate_conv_cache",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "causal_conv1d_verify",
     "commit_conv_state",
     "gather_windows",
+    "prepare_conv_weight",
     "reset_conv_state",
     "use_storage",
 ]
@@ -31,12 +39,14 @@ __all__ = [
 _MODULE_OF = {
     "ConvCache": "cache",
     "ConvCacheSpec": "layout",
+    "ConvWeight": "conv",
     "allocate_conv_cache": "cache",
     "causal_conv1d_prefill": "conv",
     "causal_conv1d_update": "conv",
     "causal_conv1d_verify": "conv",
     "commit_conv_state": "commit",
     "gather_windows": "windows",
+    "prepare_conv_weight": "conv",
     "reset_conv_state": "cache",
     "use_storage": "layout",
 }

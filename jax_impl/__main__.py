@@ -1,7 +1,7 @@
 """The command line: `python -m jax_impl demo` and `python -m jax_impl plan`.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args) -> exit code`, listed in `SUBCOMMANDS`. All of
-them are imported to build the help text, so such a module imports arrays frameworks inside `run` only.
+them are imported to build the help text, so such a module imports an array framework inside `run` only.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax_impl.demo import CliError, positive, print_table, published_model
 from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
 from jax_impl.presets import PRESETS, ConvPart, Preset
 
-SUBCOMMANDS = ("jax_impl.demo",)  # the next ones: jax_impl.bench.cli, jax_impl.model.cli
+SUBCOMMANDS = ("jax_impl.demo", "jax_impl.bench.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 PLAN_CAPTION = (
     "A slot holds one sequence in the pool, a row one request in the verify buffer, all layers together. "
-    "rows/GiB is of the sliding buffer; GiB is 2^30 bytes; rows are requests + 1. 1× means no saving: K = 2 or D = 1. "
+    "GiB is 2^30 bytes; rows are requests + 1. 1× means no saving: D = 1, or a state of one column (K = 2). "
     "Grade B geometry was transcribed: check it before relying on it."
 )
 PLAN_COLUMNS: tuple[str, ...] = (
@@ -194,45 +194,28 @@ def _plan_row(args: argparse.Namespace, preset: Preset | None, tp: int, num_draf
 
 
 def _print_plan(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    columns: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+        ("model", lambda row: row["model"]),
+        ("kind", lambda row: row["kind"]),
+        ("grade", lambda row: row["grade"]),
+        ("TP", lambda row: f"{row['tp']}"),
+        ("layers", lambda row: f"{row['num_layers']}"),
+        ("channels", lambda row: f"{row['conv_dim']}"),
+        ("K", lambda row: f"{row['width']}"),
+        ("D", lambda row: f"{row['num_draft_tokens']}"),
+        ("bytes/slot", lambda row: f"{row['slot_bytes']:,}"),
+        ("dense bytes/row", lambda row: f"{row['dense_row_bytes']:,}"),
+        ("sliding bytes/row", lambda row: f"{row['sliding_row_bytes']:,}"),
+        ("saving", lambda row: times(Fraction(row["dense_row_bytes"], row["sliding_row_bytes"]))),
+        ("dense rows/GiB", lambda row: f"{row['dense_rows_per_gib']:,}"),
+        ("sliding rows/GiB", lambda row: f"{row['sliding_rows_per_gib']:,}"),
+        ("dense GiB", lambda row: gib(row["dense_windows_bytes"])),
+        ("sliding GiB", lambda row: gib(row["sliding_windows_bytes"])),
+    )
     print_table(
-        f"Per rank, {args.dtype}",
-        (
-            "model",
-            "kind",
-            "grade",
-            "TP",
-            "layers",
-            "channels",
-            "K",
-            "D",
-            "bytes/slot",
-            "dense bytes/row",
-            "sliding bytes/row",
-            "saving",
-            "rows/GiB",
-            f"dense GiB, {args.requests + 1} rows",
-            "sliding GiB",
-        ),
-        [
-            (
-                r["model"],
-                r["kind"],
-                r["grade"],
-                f"{r['tp']}",
-                f"{r['num_layers']}",
-                f"{r['conv_dim']}",
-                f"{r['width']}",
-                f"{r['num_draft_tokens']}",
-                f"{r['slot_bytes']:,}",
-                f"{r['dense_row_bytes']:,}",
-                f"{r['sliding_row_bytes']:,}",
-                times(Fraction(r["dense_row_bytes"], r["sliding_row_bytes"])),
-                f"{r['sliding_rows_per_gib']:,}",
-                gib(r["dense_windows_bytes"]),
-                gib(r["sliding_windows_bytes"]),
-            )
-            for r in rows
-        ],
+        f"Per rank, {args.dtype}, verify buffer of {args.requests + 1} rows",
+        [heading for heading, _ in columns],
+        [[text(row) for _, text in columns] for row in rows],
         caption=PLAN_CAPTION,
     )
 

@@ -48,7 +48,9 @@ def allocate_conv_cache(spec: ConvCacheSpec, sharding: Any = None) -> ConvCache:
     state_sharding, windows_sharding = sharding, sharding
     if isinstance(sharding, tuple | list):
         if len(sharding) != 2:
-            raise ValueError(f"`sharding`: expected one sharding or a pair (pool, buffer), got {len(sharding)} of them.")
+            raise ValueError(
+                f"`sharding`: expected one sharding or a pair (pool, buffer), got {len(sharding)} of them."
+            )
         state_sharding, windows_sharding = sharding
     return ConvCache(
         conv_state=jnp.zeros(spec.state_shape, spec.dtype, device=state_sharding),

@@ -126,29 +126,6 @@ def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: Conv
     return None if index is None else index[0]
 
 
-def weight_and_bias(
-    problems: Problems, weight: Any, bias: Any, spec: ConvCacheSpec
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Weight as `[conv_dim, K]` and bias as `[conv_dim]` or None, both still in their own dtype."""
-    taps = float_array(problems, "weight", weight)
-    if taps is not None:
-        expected = (spec.conv_dim, spec.width)
-        if taps.ndim == 3:
-            if taps.shape != (spec.conv_dim, 1, spec.width):
-                problems.expect("weight", "channel, 1, tap", (spec.conv_dim, 1, spec.width), taps.shape)
-                return None, None
-            taps = taps[:, 0, :]
-        elif taps.shape != expected:
-            problems.expect("weight", "channel, tap", expected, taps.shape, "The last tap meets the current token.")
-            return None, None
-    if bias is None:
-        return taps, None
-    offset = float_array(problems, "bias", bias)
-    if offset is not None and offset.shape != (spec.conv_dim,):
-        problems.expect("bias", "channel", (spec.conv_dim,), offset.shape)
-    return taps, offset
-
-
 def activation_name(problems: Problems, activation: Any) -> None:
     """Records a problem unless `activation` is "silu" or None."""
     if activation not in (None, "silu"):

@@ -175,7 +175,9 @@ def _check_groups(
     try:
         per_spec = jax.tree.map(lambda one, group: [one] * len(jax.tree.leaves(group)), spec, conv_state)
     except ValueError:
-        problems.add("spec", f"one ConvCacheSpec or a prefix of conv_state's pytree {structure}", jax.tree.structure(spec))
+        problems.add(
+            "spec", f"one ConvCacheSpec or a prefix of conv_state's pytree {structure}", jax.tree.structure(spec)
+        )
         return []
     specs = jax.tree.leaves(per_spec)
     groups = []
@@ -210,23 +212,36 @@ def _commit_xla(call: _Call, group: _Group) -> jax.Array:
     return pool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static about one launch; `block` channels per grid point, `vector` neighbouring ones per thread."""
+
+    spec: ConvCacheSpec
+    stacked: bool
+    null_slot: int | None
+    block: int
+    vector: int
+    interpret: bool
+
+
 def _commit_kernel(
     # inputs
     inputs: dict[str, Any],
     # outputs
     conv_state_out: Any,
     *,
-    spec: ConvCacheSpec,
-    batch: int,
-    stacked: bool,
-    null_slot: int | None,
-    block: int,
-    vector: int,
-    interpret: bool,
+    plan: _Plan,
 ) -> None:
     """One channel block of one destination in one layer; a skipped destination ends after a few scalar reads."""
     from jax_impl.pallas_backend import grid_index, load, span, when
 
+    spec, batch, block, vector, interpret = (
+        plan.spec,
+        inputs["slots_in"].shape[0],
+        plan.block,
+        plan.vector,
+        plan.interpret,
+    )
     destination = grid_index("destination")
     tracked = destination >= batch  # the second half of the axis is the tracked set
     request = destination - jnp.where(tracked, batch, 0)
@@ -236,11 +251,11 @@ def _commit_kernel(
         accepted = jnp.where(tracked, inputs["track_accepted_in"][request], accepted)
     row = inputs["rows_in"][request] if "rows_in" in inputs else request
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    live = live_window(accepted, row, valid, spec=spec) & live_slot(slot, null_slot, spec=spec)
+    live = live_window(accepted, row, valid, spec=spec) & live_slot(slot, plan.null_slot, spec=spec)
 
     @when(live)
     def _copy() -> None:
-        layer = (grid_index("layer"),) if stacked else ()
+        layer = (grid_index("layer"),) if plan.stacked else ()
         channels = span(grid_index("block") * block, block)
         windows = inputs["windows_in"]
         first = accepted - 1
@@ -259,15 +274,15 @@ def _commit_kernel(
             conv_state_out[(*layer, slot, column, channels)] = columns[column]
 
 
-def _commit_pallas(
-    call: _Call, group: _Group, *, interpret: bool, thread_bytes: int | None = None
-) -> jax.Array:
+def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes: int | None = None) -> jax.Array:
     """Launches the scatter: destinations × layers × channel blocks, all of them in one kernel.
 
     `thread_bytes` overrides the block table, for tests and measurements.
     """
     from jax_impl import pallas_backend
 
+    if call.batch == 0:
+        return group.conv_state
     spec, layers = group.spec, group.spec.num_layers if group.stacked else 1
     destinations = call.batch * len(call.destinations)
     block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, destinations * layers, thread_bytes)
@@ -279,22 +294,27 @@ def _commit_pallas(
         inputs["rows_in"] = call.rows
     if call.valid is not None:
         inputs["valid_in"] = call.valid
-    kernel = functools.partial(
-        _commit_kernel,
-        spec=spec,
-        batch=call.batch,
-        stacked=group.stacked,
-        null_slot=call.null_slot,
-        block=block,
-        vector=vector,
-        interpret=interpret,
-    )
-    (pool,) = pallas_backend.call_in_place(
-        kernel,
+    plan = _Plan(spec, group.stacked, call.null_slot, block, vector, interpret)
+    return _run_commit(inputs, group.conv_state, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _run_commit(inputs: dict[str, jax.Array], conv_state: jax.Array, *, plan: _Plan) -> jax.Array:
+    """The launch, as a jitted function of its own so that equal groups share one traced kernel."""
+    from jax_impl import pallas_backend
+
+    spec = plan.spec
+    sets = 2 if "track_slots_in" in inputs else 1
+    (conv_state,) = pallas_backend.call_in_place(
+        functools.partial(_commit_kernel, plan=plan),
         inputs,
-        (group.conv_state,),
-        grid={"destination": destinations, "layer": layers, "block": spec.conv_dim // block},
+        (conv_state,),
+        grid={
+            "destination": sets * inputs["slots_in"].shape[0],
+            "layer": spec.num_layers if plan.stacked else 1,
+            "block": spec.conv_dim // plan.block,
+        },
         name=f"specconv_commit_{spec.axis_order}",
-        interpret=interpret,
+        interpret=plan.interpret,
     )
-    return pool
+    return conv_state

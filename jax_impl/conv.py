@@ -15,6 +15,8 @@ pull request #28302.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,13 +31,63 @@ from jax_impl.windows import live_slot, row_array
 Activation = Literal["silu"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ConvWeight:
+    """Convolution weights in the layout that the kernels read: one contiguous run of channels per tap.
+
+    Made once, at load time, by `prepare_conv_weight`; a pytree, so it can be passed through `jit`.
+
+    Attributes:
+      taps: `[K, conv_dim]`, or `[L, K, conv_dim]` to be indexed by the call's `layer`.
+      bias: `[conv_dim]` or `[L, conv_dim]`; or None.
+    """
+
+    taps: jax.Array
+    bias: jax.Array | None = None
+
+
+def prepare_conv_weight(weight: jax.Array, bias: jax.Array | None = None) -> ConvWeight:
+    """Turns a checkpoint's weight into the kernels' layout. Without this, every call transposes it again.
+
+    Args:
+      weight: `[conv_dim, 1, K]` as checkpoints store it, or `[conv_dim, K]`; with a leading layer axis
+        `[L, conv_dim, 1, K]` for all layers of a stacked cache.
+      bias: `[conv_dim]`, `[L, conv_dim]` with a leading layer axis, or None.
+
+    Returns:
+      `ConvWeight` in the same dtypes. Pass it as `weight`, with `bias=None`.
+
+    Raises:
+      ValueError: the rank or the bias does not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> prepare_conv_weight(jnp.zeros((640, 1, 4))).taps.shape
+      (4, 640)
+    """
+    problems = Problems()
+    taps, offset = checks.float_array(problems, "weight", weight), None
+    if bias is not None:
+        offset = checks.float_array(problems, "bias", bias)
+    problems.raise_if_any()
+    assert taps is not None
+    if taps.ndim not in (2, 3, 4) or (taps.ndim > 2 and taps.shape[-2] != 1):
+        axes = "channel, tap or channel, 1, tap or layer, channel, 1, tap"
+        raise ValueError(f"`weight`: expected {axes}, got {tuple(taps.shape)}.")
+    if taps.ndim > 2:
+        taps = taps[..., 0, :]
+    if offset is not None and offset.shape != taps.shape[:-1]:
+        raise ValueError(f"`bias`: expected {taps.shape[:-1]} like the weight, got {tuple(offset.shape)}.")
+    return ConvWeight(jnp.swapaxes(taps, -1, -2), offset)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """Checked arguments of one call, all arrays int32 or in their own float dtype."""
 
     x: jax.Array
-    weight: jax.Array
-    bias: jax.Array | None
+    weight: ConvWeight
     spec: ConvCacheSpec
     slots: jax.Array
     null_slot: int | None
@@ -48,7 +100,7 @@ def causal_conv1d_verify(
     x: jax.Array,
     conv_state: jax.Array,
     conv_windows: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | ConvWeight,
     bias: jax.Array | None = None,
     *,
     spec: ConvCacheSpec,
@@ -69,10 +121,11 @@ def causal_conv1d_verify(
       x: `[B, D, conv_dim]`, inputs of the D tokens of each request; bfloat16, float16 or float32.
       conv_state: the pool, `spec.state_shape`, or one layer's `spec.state_shape[1:]`.
       conv_windows: the verify buffer, `spec.windows_shape`, or one layer's; donate it to update in place.
-      weight: `[conv_dim, K]` or `[conv_dim, 1, K]`; the last tap meets the current token.
+      weight: `[conv_dim, K]` or `[conv_dim, 1, K]`, the last tap meets the current token; or a `ConvWeight` from
+        `prepare_conv_weight`, which the kernels read as it is.
       bias: `[conv_dim]` or None.
       spec: geometry.
-      state_indices: int32 `[B]`, slot of each request. A slot outside 0 … C-1 or equal to `null_slot` skips the request.
+      state_indices: int32 `[B]`, slot of each request. Outside 0 … C-1 or equal to `null_slot` skips the request.
       layer: which layer of stacked arrays, an int or an int32 scalar (traced is fine); None with one layer's arrays.
       window_rows: int32 `[B]`, buffer row of each request; None means row b for request b. Outside 0 … R-1 skips.
       num_valid_tokens: int32 `[B]`, v of each request; None means D. Outside 1 … D skips the request.
@@ -119,13 +172,17 @@ def causal_conv1d_verify(
             problems.expect("x", "request, token, channel", expected, call.x.shape)
     problems.raise_if_any()
     assert call is not None and rows is not None
-    return _verify_xla(call, conv_state, conv_windows, rows, valid)
+    chosen = _choose(implementation, spec)
+    if chosen == "xla":
+        return _verify_xla(call, conv_state, conv_windows, rows, valid)
+    rows_given = None if window_rows is None else rows
+    return _verify_pallas(call, conv_state, conv_windows, rows_given, valid, interpret=chosen != "pallas")
 
 
 def causal_conv1d_update(
     x: jax.Array,
     conv_state: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | ConvWeight,
     bias: jax.Array | None = None,
     *,
     spec: ConvCacheSpec,
@@ -164,16 +221,21 @@ def causal_conv1d_update(
     problems.raise_if_any()
     assert call is not None
     call = dataclasses.replace(call, x=call.x[:, None, :])
+    chosen = _choose(implementation, spec)
+    if chosen != "xla":
+        y, conv_state = _update_pallas(call, conv_state, interpret=chosen != "pallas")
+        return y[:, 0], conv_state
     live = _live_requests(call)
     columns = _history_then_inputs(call, _take_state(call, conv_state, live))
     y = _convolve(call, columns, live[:, None])
-    return y[:, 0], _put_state(call, conv_state, columns[:, -spec.state_columns :], live)
+    state = jnp.stack(columns[-spec.state_columns :], axis=1)
+    return y[:, 0], _put_state(call, conv_state, state, live)
 
 
 def causal_conv1d_prefill(
     x: jax.Array,
     conv_state: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | ConvWeight,
     bias: jax.Array | None = None,
     *,
     spec: ConvCacheSpec,
@@ -227,6 +289,8 @@ def causal_conv1d_prefill(
         problems.add(
             "x", f"request, token, channel = ({call.slots.shape[0]}, T ≥ 1, {spec.conv_dim})", tuple(call.x.shape)
         )
+    if implementation in ("pallas", "pallas_interpret"):
+        problems.add("implementation", 'None or "xla" for prefill, which has no kernel', repr(implementation))
     problems.raise_if_any()
     assert call is not None
     return _prefill_xla(call, conv_state, length, None if carried is None else jnp.asarray(carried))
@@ -249,14 +313,52 @@ def _check_call(
     inputs = checks.float_array(problems, "x", x)
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     stacked = checks.cache_array(problems, "conv_state", conv_state, spec)
-    taps, offset = checks.weight_and_bias(problems, weight, bias, spec)
+    taps = _check_weight(problems, weight, bias, spec, stacked)
     picked = checks.layer_index(problems, layer, stacked, spec)
     null = checks.null_slot_value(problems, null_slot)
     checks.activation_name(problems, activation)
     checks.implementation_name(problems, implementation)
     if inputs is None or slots is None or stacked is None or taps is None:
         return None
-    return _Call(inputs, taps, offset, spec, slots, null, picked, stacked, activation)
+    return _Call(inputs, taps, spec, slots, null, picked, stacked, activation)
+
+
+def _check_weight(
+    problems: Problems, weight: Any, bias: Any, spec: ConvCacheSpec, stacked: bool | None
+) -> ConvWeight | None:
+    """The weight in the kernels' layout; None with a problem recorded when it does not fit."""
+    dim, width = spec.conv_dim, spec.width
+    if isinstance(weight, ConvWeight):
+        lead = (spec.num_layers,) if weight.taps.ndim == 3 else ()
+        axes = "layer, " if lead else ""
+        before = len(problems.messages)
+        checks.float_array(problems, "weight.taps", weight.taps)
+        problems.expect("weight.taps", f"{axes}tap, channel", (*lead, width, dim), weight.taps.shape)
+        if weight.bias is not None:
+            checks.float_array(problems, "weight.bias", weight.bias)
+            problems.expect("weight.bias", f"{axes}channel", (*lead, dim), weight.bias.shape)
+        if bias is not None:
+            problems.add("bias", "None with a ConvWeight", "an array", "Give it to prepare_conv_weight.")
+        if lead and stacked is False:
+            problems.add("weight.taps", f"tap, channel = {(width, dim)} with one layer's arrays", weight.taps.shape)
+        return weight if len(problems.messages) == before else None
+    taps = checks.float_array(problems, "weight", weight)
+    if taps is not None:
+        expected, axes = ((dim, 1, width), "channel, 1, tap") if taps.ndim == 3 else ((dim, width), "channel, tap")
+        problems.expect("weight", axes, expected, taps.shape, "The last tap meets the current token.")
+        taps = jnp.swapaxes(taps[:, 0] if taps.ndim == 3 else taps, 0, 1) if taps.shape == expected else None
+    offset = None if bias is None else checks.float_array(problems, "bias", bias)
+    if offset is not None:
+        problems.expect("bias", "channel", (dim,), offset.shape)
+    return None if taps is None else ConvWeight(taps, offset)
+
+
+def _choose(implementation: checks.Implementation | None, spec: ConvCacheSpec) -> str:
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
+        return "xla"
+    from jax_impl import pallas_backend  # kernels are imported only where one may run
+
+    return pallas_backend.choose(implementation, [spec])
 
 
 def _verify_xla(
@@ -270,23 +372,18 @@ def _verify_xla(
         token_is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < valid[:, None])
     columns = _history_then_inputs(call, _take_state(call, conv_state, live))
     y = _convolve(call, columns, token_is_valid)
+    shared = columns[len(columns) - spec.num_columns :]
     where = runs.Runs(spec, rows, live, of="windows", stacked=call.stacked, layer=call.layer)
-    surplus = columns.shape[1] - spec.num_columns  # 1 when the state keeps K-1 columns: its oldest is not carried over
-    shared = columns[:, surplus:]
     if spec.storage == "sliding" and valid is None:
-        return y, runs.put(conv_windows, _entry(shared, spec), where)
-    if spec.storage == "sliding":
-        count = spec.num_columns
-        is_state = jnp.arange(count, dtype=jnp.int32)[None, :] < spec.first_token_column
-        pieces = jnp.expand_dims(shared, 2)
-        written = jnp.concatenate(
-            [live[:, None] & is_state[:, : spec.first_token_column], token_is_valid], axis=1
-        )
+        return y, runs.put(conv_windows, _entry(jnp.stack(shared, axis=1), spec), where)
+    if spec.storage == "sliding":  # column by column, because those of invalid tokens are not written
+        written = jnp.concatenate([jnp.repeat(live[:, None], spec.first_token_column, axis=1), token_is_valid], axis=1)
+        pieces = jnp.stack([column[:, None] for column in shared], axis=1)
     else:
-        count = tokens
-        pieces = jnp.stack([shared[:, t : t + spec.state_columns] for t in range(tokens)], axis=1)
         written = token_is_valid
-    position = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None, :], written.shape)
+        windows = [shared[token : token + spec.state_columns] for token in range(tokens)]
+        pieces = jnp.stack([jnp.stack(window, axis=1) for window in windows], axis=1)
+    position = jnp.broadcast_to(jnp.arange(written.shape[1], dtype=jnp.int32)[None, :], written.shape)
     where = dataclasses.replace(
         where, rows=jnp.broadcast_to(rows[:, None], written.shape), live=written, starts=position, num_columns=1
     )
@@ -307,12 +404,16 @@ def _prefill_xla(
         if carried is None
         else _take_state(call, conv_state, continues)
     )
-    y = _convolve(
-        call,
-        _history_then_inputs(call, state),
-        live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None]),
+    is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
+    taps, bias = _layer_weight(call)
+    first, everything = (
+        spec.state_columns - (spec.width - 1),
+        jnp.concatenate([state, _round_to_state(call.x, spec)], 1),
     )
-    everything = jnp.concatenate([state, _round_to_state(call.x, spec)], axis=1)
+    window = [everything[:, first + tap : first + tap + tokens] for tap in range(spec.width)]
+    rows = [taps[tap][None, None, :] for tap in range(spec.width)]
+    total = _activated_sum(window, rows, None if bias is None else bias[None, None, :], call.activation)
+    y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
     start = jnp.where(live, lengths, 0)
     last = jax.vmap(lambda columns, at: lax.dynamic_slice_in_dim(columns, at, spec.state_columns, axis=0))
     return y, _put_state(call, conv_state, last(everything, start), live)
@@ -349,22 +450,283 @@ def _round_to_state(x: jax.Array, spec: ConvCacheSpec) -> jax.Array:
     return lax.optimization_barrier(x.astype(spec.dtype))
 
 
-def _history_then_inputs(call: _Call, state: jax.Array) -> jax.Array:
-    """`[B, K-1 + tokens, conv_dim]`: the newest K-1 state columns, then the inputs, all in the state's dtype."""
-    history = state[:, call.spec.state_columns - (call.spec.width - 1) :]
-    return jnp.concatenate([history, _round_to_state(call.x, call.spec)], axis=1)
+def _history_then_inputs(call: _Call, state: jax.Array) -> list[jax.Array]:
+    """K-1 + tokens columns `[B, conv_dim]`: the newest K-1 of the state, then the inputs, all in the state's dtype.
+
+    Separate columns instead of one array, so that the compiler reads each where it is used and never writes them out.
+    """
+    first, fresh = call.spec.state_columns - (call.spec.width - 1), _round_to_state(call.x, call.spec)
+    history = [state[:, column] for column in range(first, call.spec.state_columns)]
+    return history + [fresh[:, token] for token in range(call.x.shape[1])]
 
 
-def _convolve(call: _Call, columns: jax.Array, token_is_valid: jax.Array) -> jax.Array:
+def _convolve(call: _Call, columns: list[jax.Array], token_is_valid: jax.Array) -> jax.Array:
     """`[B, tokens, conv_dim]` in x's dtype, zero where `token_is_valid` is False."""
-    tokens = call.x.shape[1]
-    taps = call.weight.astype(jnp.float32)
-    shape = (columns.shape[0], tokens, columns.shape[2])
-    total = jnp.zeros(shape, jnp.float32)
-    if call.bias is not None:
-        total = jnp.broadcast_to(call.bias.astype(jnp.float32)[None, None, :], shape)
-    for tap in range(call.spec.width):
-        total = total + columns[:, tap : tap + tokens].astype(jnp.float32) * taps[None, None, :, tap]
-    if call.activation == "silu":
-        total = total * jax.nn.sigmoid(total)
-    return jnp.where(token_is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
+    taps, bias = _layer_weight(call)
+    rows = [taps[tap][None, :] for tap in range(call.spec.width)]
+    offset = None if bias is None else bias[None, :]
+    sums = [
+        _activated_sum(columns[token : token + call.spec.width], rows, offset, call.activation)
+        for token in range(call.x.shape[1])
+    ]
+    return jnp.where(token_is_valid[:, :, None], jnp.stack(sums, axis=1), jnp.float32(0)).astype(call.x.dtype)
+
+
+def _layer_weight(call: _Call) -> tuple[jax.Array, jax.Array | None]:
+    """Taps `[K, conv_dim]` and bias of the call's layer; a layer outside the stack is skipped elsewhere."""
+    weight = call.weight
+    if weight.taps.ndim == 2 or call.layer is None:
+        return weight.taps, weight.bias
+    pick = functools.partial(lax.dynamic_index_in_dim, index=call.layer, keepdims=False)
+    return pick(weight.taps), None if weight.bias is None else pick(weight.bias)
+
+
+def _activated_sum(
+    window: Sequence[jax.Array], taps: Sequence[jax.Array], bias: jax.Array | None, activation: Activation | None
+) -> jax.Array:
+    """act(bias + Σ taps[j] * window[j]) in float32: bias first, then taps oldest to newest, on every path."""
+    total = jnp.float32(0) if bias is None else bias.astype(jnp.float32)
+    for tap, column in zip(taps, window, strict=True):
+        total = total + column.astype(jnp.float32) * tap.astype(jnp.float32)
+    return total * jax.nn.sigmoid(total) if activation == "silu" else total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static about one kernel launch.
+
+    Attributes:
+      advance: False is verify, which reads the pool and writes the buffer; True is update, which rewrites the slot.
+      block: channels of one grid point. vector: neighbouring channels of one thread.
+    """
+
+    spec: ConvCacheSpec
+    tokens: int
+    y_dtype: Any
+    null_slot: int | None
+    activation: Activation | None
+    stacked: bool
+    stacked_weight: bool
+    advance: bool
+    block: int
+    vector: int
+    interpret: bool
+
+
+def _conv_kernel(
+    # inputs
+    inputs: dict[str, Any],
+    # outputs: what keeps the columns (the buffer for verify, the pool for update), then y
+    columns_out: Any,
+    y_out: Any,
+    *,
+    plan: _Plan,
+) -> None:
+    """One channel block of one request: every load before the first store, each column stored once."""
+    from jax_impl.pallas_backend import grid_index, load, span, when
+
+    spec, tokens = plan.spec, plan.tokens
+    request, channels = grid_index("request"), span(grid_index("block") * plan.block, plan.block)
+    slot = inputs["slots_in"][request]
+    row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
+    layer = (inputs["layer_in"][0],) if plan.stacked else ()
+    valid = inputs["valid_in"][request] if "valid_in" in inputs else jnp.int32(tokens)
+    live = live_slot(slot, plan.null_slot, spec=spec) & (valid >= 1) & (valid <= tokens)
+    if not plan.advance:
+        live &= (row >= 0) & (row < spec.max_requests)
+    if layer:
+        live &= (layer[0] >= 0) & (layer[0] < spec.num_layers)
+
+    def read(ref: Any, *index: Any) -> jax.Array:
+        return load(ref, (*index, channels), (plan.block,), plan.vector, plan.interpret)
+
+    @when(live)
+    def _convolve_block() -> None:
+        state_in = columns_out if plan.advance else inputs["state_in"]
+        state = _load_state(state_in, (*layer, slot), channels, plan=plan)
+        fresh = [read(inputs["x_in"], request, token) for token in range(tokens)]
+        columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
+        of_layer = layer if plan.stacked_weight else ()
+        taps = [read(inputs["taps_in"], *of_layer, tap) for tap in range(spec.width)]
+        bias = read(inputs["bias_in"], *of_layer) if "bias_in" in inputs else None
+        totals = [
+            _activated_sum(columns[token : token + spec.width], taps, bias, plan.activation) for token in range(tokens)
+        ]
+        if plan.advance:
+            _store_entry(columns_out, (*layer, slot), channels, columns[-spec.state_columns :], None, plan=plan)
+        else:
+            shared = columns[len(columns) - spec.num_columns :]
+            partial = valid if "valid_in" in inputs else None
+            _store_row(columns_out, (*layer, row), channels, shared, partial, plan=plan)
+        for token in range(tokens):
+            y = totals[token].astype(plan.y_dtype)
+
+            def _store_y(token: int = token, y: jax.Array = y) -> None:
+                y_out[request, token, channels] = y
+
+            def _store_zero(token: int = token) -> None:
+                y_out[request, token, channels] = jnp.zeros((plan.block,), plan.y_dtype)
+
+            if "valid_in" in inputs and token > 0:
+                when(token < valid)(_store_y)
+                when(token >= valid)(_store_zero)
+            else:
+                _store_y()
+
+    @when(jnp.logical_not(live))
+    def _zero_block() -> None:
+        for token in range(tokens):
+            y_out[request, token, channels] = jnp.zeros((plan.block,), plan.y_dtype)
+
+
+def _load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: _Plan) -> list[jax.Array]:
+    """The slot's S columns of one channel block, each `(block,)`."""
+    from jax_impl.pallas_backend import load, load_columns
+
+    count = plan.spec.state_columns
+    if plan.spec.axis_order == "channel_major":
+        index = (*place, channels, slice(None))
+        return load_columns(state_in, index, (plan.block, count), plan.vector, plan.interpret)
+    return [
+        load(state_in, (*place, column, channels), (plan.block,), plan.vector, plan.interpret)
+        for column in range(count)
+    ]
+
+
+def _store_row(
+    windows_out: Any, place: tuple[Any, ...], channels: Any, shared: list[jax.Array], valid: Any, *, plan: _Plan
+) -> None:
+    """One row of the verify buffer. `valid` None means all tokens; columns of later tokens are not touched."""
+    from jax_impl.pallas_backend import when
+
+    spec = plan.spec
+    if spec.storage == "sliding":
+        limit = None if valid is None else valid + spec.first_token_column
+        _store_entry(windows_out, place, channels, shared, limit, plan=plan)
+        return
+    for token in range(plan.tokens):
+
+        def _store_window(token: int = token) -> None:
+            window = shared[token : token + spec.state_columns]
+            _store_entry(windows_out, (*place, token), channels, window, None, plan=plan)
+
+        if valid is None or token == 0:
+            _store_window()
+        else:
+            when(token < valid)(_store_window)
+
+
+def _store_entry(
+    columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: _Plan
+) -> None:
+    """Columns of one channel block at `place`, in the spec's axis order; with `limit` only the columns before it."""
+    from jax_impl.pallas_backend import store_column, store_columns, when
+
+    count = len(columns)
+    if plan.spec.axis_order == "time_major":
+        for column in range(count):
+
+            def _store(column: int = column) -> None:
+                columns_out[(*place, column, channels)] = columns[column]
+
+            # The first token is always valid, so only the columns after it can be beyond the limit.
+            if limit is None or column <= plan.spec.first_token_column:
+                _store()
+            else:
+                when(column < limit)(_store)
+        return
+    index = (*place, channels, slice(None))
+    if limit is None:
+        store_columns(columns_out, index, columns, plan.vector, plan.interpret)
+        return
+
+    @when(limit == count)
+    def _store_all() -> None:
+        store_columns(columns_out, index, columns, plan.vector, plan.interpret)
+
+    for column in range(count):
+
+        @when((limit < count) & (column < limit))
+        def _store_one(column: int = column) -> None:
+            store_column(columns_out, index, column, count, columns[column], plan.vector, plan.interpret)
+
+
+def _launch_conv(
+    call: _Call,
+    columns_out: jax.Array,
+    extra_inputs: dict[str, jax.Array],
+    *,
+    advance: bool,
+    interpret: bool,
+    thread_bytes: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    from jax_impl import pallas_backend
+
+    spec, (batch, tokens, dim) = call.spec, call.x.shape
+    if batch == 0:
+        return jnp.zeros(call.x.shape, call.x.dtype), columns_out
+    item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
+    block, vector = pallas_backend.block_of(dim, item_bytes, batch, thread_bytes)
+    inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps, **extra_inputs}
+    if call.weight.bias is not None:
+        inputs["bias_in"] = call.weight.bias
+    if call.layer is not None:
+        inputs["layer_in"] = call.layer.reshape(1)
+    plan = _Plan(
+        spec=spec,
+        tokens=tokens,
+        y_dtype=call.x.dtype,
+        null_slot=call.null_slot,
+        activation=call.activation,
+        stacked=call.stacked,
+        stacked_weight=call.weight.taps.ndim == 3,
+        advance=advance,
+        block=block,
+        vector=vector,
+        interpret=interpret,
+    )
+    return _run_conv(inputs, columns_out, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+    """The launch, as a jitted function of its own so that all layers of a model share one traced kernel."""
+    from jax_impl import pallas_backend
+
+    batch, tokens, dim = inputs["x_in"].shape
+    columns_out, y = pallas_backend.call_in_place(
+        functools.partial(_conv_kernel, plan=plan),
+        inputs,
+        (columns_out,),
+        (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
+        grid={"request": batch, "block": dim // plan.block},
+        name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
+        interpret=plan.interpret,
+    )
+    return y, columns_out
+
+
+def _verify_pallas(
+    call: _Call,
+    conv_state: jax.Array,
+    conv_windows: jax.Array,
+    rows: jax.Array | None,
+    valid: jax.Array | None,
+    *,
+    interpret: bool,
+    thread_bytes: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Launches verify over requests × channel blocks. `thread_bytes` overrides the block table, for measurements."""
+    extra = {"state_in": conv_state}
+    if rows is not None:
+        extra["rows_in"] = rows
+    if valid is not None:
+        extra["valid_in"] = valid
+    return _launch_conv(call, conv_windows, extra, advance=False, interpret=interpret, thread_bytes=thread_bytes)
+
+
+def _update_pallas(
+    call: _Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the one-token step over requests × channel blocks, in place on the pool."""
+    return _launch_conv(call, conv_state, {}, advance=True, interpret=interpret, thread_bytes=thread_bytes)

@@ -42,11 +42,11 @@ class CliError(Exception):
 
 
 def positive(text: str) -> int:
-    """An integer from 1 to 2^31-2, as an argparse type."""
+    """An integer from 1 to 10^9, as an argparse type."""
     with contextlib.suppress(ValueError):
-        if 1 <= int(text) < 2**31 - 1:
+        if 1 <= int(text) <= 10**9:
             return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1 and below 2^31-1, got {text!r}.")
+    raise argparse.ArgumentTypeError(f"expected an integer from 1 to 10^9, got {text!r}.")
 
 
 def not_negative(text: str) -> int:
@@ -132,18 +132,18 @@ class Mismatch(NamedTuple):
     step: int
     layer: int
     slot: int
-    num_accepted_tokens: int | None
+    num_accepted_tokens: int
     position: tuple[int, int]
     got: str
     expected: str
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step else "the prefill"
-        accepted = "" if self.num_accepted_tokens is None else f", n = {self.num_accepted_tokens}"
         axis = "column" if self.what == "conv_state" else "token"
         return (
-            f"`{self.what}` differs from {self.against} after {when}: layer {self.layer}, slot {self.slot}{accepted}, "
-            f"{axis} {self.position[0]}, channel {self.position[1]}: expected {self.expected}, got {self.got}."
+            f"`{self.what}` differs from {self.against} after {when}: layer {self.layer}, slot {self.slot}, "
+            f"n = {self.num_accepted_tokens}, {axis} {self.position[0]}, channel {self.position[1]}: "
+            f"expected {self.expected}, got {self.got}."
         )
 
 
@@ -223,14 +223,14 @@ def simulate(
     requests = spec.max_requests - 1
     live_slots = 1 + rng.permutation(spec.num_slots - 1)[:requests]
     cache = allocate_conv_cache(spec)
-    assert cache.conv_state.nbytes == spec.state_bytes and cache.conv_windows.nbytes == spec.windows_bytes
+    assert (cache.conv_state.nbytes, cache.conv_windows.nbytes) == (spec.state_bytes, spec.windows_bytes)
     conv_windows = cache.conv_windows
     old_bits = rng.integers(0, 2 ** (8 * spec.item_bytes), spec.state_shape, bits)
-    conv_state = jnp.asarray(old_bits.view(dtype))
-    by_column = _by_column(old_bits, spec)
+    conv_state = jnp.array(old_bits.view(dtype), copy=True)  # a copy: donation must not reach the array here
+    by_column = _by_column(old_bits, spec).copy()
     definition = Definition(by_column.copy(), dtype, weight, bias, preset.activation)
     by_column[:, live_slots] = 0  # decoding a prompt token by token starts from an empty slot
-    one_token_state = jnp.asarray(_by_column(by_column, spec).view(dtype))
+    one_token_state = jnp.array(_by_column(by_column, spec).view(dtype), copy=True)
 
     def check(step: int, batch: Batch, results: tuple[Any, ...], fresh: bool = False) -> Mismatch | None:
         y, state, one_token_y, one_token_state = (np.asarray(array) for array in results)
@@ -480,15 +480,16 @@ def require_rich() -> None:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> None:
     """Prints a table to stdout; the first column is text, the others are numbers."""
     require_rich()
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):  # in a narrow terminal numbers fold, none of their digits is cut off
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 @contextlib.contextmanager
@@ -595,10 +596,10 @@ def _print_report(
     )
     print_table(
         "Saving: D(K-1) columns become D+K-2; it depends on D and K only",
-        ("width K", "draft tokens D", "dense columns", "sliding columns", "saving"),
+        ("", "draft tokens", "dense columns", "sliding columns", "saving"),
         [
             (
-                str(r.width),
+                f"width {r.width}",
                 str(r.num_draft_tokens),
                 str(r.dense_columns),
                 str(r.sliding_columns),

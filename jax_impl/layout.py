@@ -18,7 +18,7 @@ D + S - 1 columns and the state after n accepted tokens is the slice `columns[n 
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 AxisOrder = Literal["time_major", "channel_major"]
@@ -255,7 +255,7 @@ class ConvCacheSpec:
         return self.state_columns - 1
 
 
-def use_storage(topk: int, parents: Sequence[Any] | Any | None = None) -> Storage:
+def use_storage(topk: int, parents: Any = None) -> Storage:
     """The storage that a draft topology allows: "sliding" for linear chains, "dense" for everything else.
 
     Two drafts that share a parent need different values in one column, so a tree cannot live in the shared run.

@@ -9,15 +9,28 @@ is the result; on a donated argument under `jit` that is the same buffer.
     JAX 0.11+  public parameters, refs without a memory space, `load` takes a view of the ref
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir as mlir_ir
+from jaxlib.mlir.dialects import arith as mlir_arith
+from jaxlib.mlir.dialects import llvm as mlir_llvm
 
 from jax_impl.layout import ConvCacheSpec
+
+# Untyped, because their names and signatures are not the same in every version.
+plgpu: Any = mosaic_gpu
+mgpu: Any = mosaic
+ir: Any = mlir_ir
+arith: Any = mlir_arith
+llvm: Any = mlir_llvm
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
 
@@ -35,8 +48,8 @@ def unsupported(spec: ConvCacheSpec) -> str | None:
     """Why the kernels cannot take this geometry, as an error message; None when they can."""
     if spec.conv_dim % LANES:
         return (
-            f"`implementation`: expected conv_dim % {LANES} = 0 for the Pallas kernels, got conv_dim = {spec.conv_dim}. "
-            'Use "xla", or None to fall back to it.'
+            f"`implementation`: expected conv_dim % {LANES} = 0 for the Pallas kernels, "
+            f'got conv_dim = {spec.conv_dim}. Use "xla", or None to fall back to it.'
         )
     return None
 
@@ -92,31 +105,142 @@ def load(ref: Any, index: tuple[Any, ...], shape: tuple[int, ...], vector: int, 
     return plgpu.load(ref.at[index], layout=layout)
 
 
+def load_columns(ref: Any, index: tuple[Any, ...], shape: tuple[int, int], vector: int, interpret: bool) -> list[Any]:
+    """Reads the contiguous (channel, column) tile `ref[index]` and returns its columns, each `(channels,)`.
+
+    A thread reads the whole columns of its `vector` neighbouring channels as full-width accesses and sorts them in
+    registers. Reading column by column instead would touch every 32-byte sector once per column.
+    """
+    channels, columns = shape
+    if interpret:
+        tile = ref[index]
+        return [tile[:, column] for column in range(columns)]
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
+    of_column = plgpu.ShapeDtypeStruct((channels,), ref.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[of_column] * columns)
+    def read(_: Any, tile: Any) -> list[Any]:
+        element = ir.MemRefType(tile.type).element_type
+        registers = [np.empty((channels // (LANES * vector),), dtype=object) for _ in range(columns)]
+        for number, pointer in enumerate(_thread_pointers(tile, shape, vector)):
+            wide = [
+                llvm.load(_vector_type(vector, element), _offset(pointer, k * vector, element)) for k in range(columns)
+            ]
+            flat = [_extract(value, lane) for value in wide for lane in range(vector)]
+            for column in range(columns):
+                registers[column][number] = _vector([flat[lane * columns + column] for lane in range(vector)])
+        fragment = mgpu.FragmentedArray
+        return [fragment(_registers=one, _layout=layout.to_mgpu(), _is_signed=None) for one in registers]
+
+    return read(ref.at[index])
+
+
+def store_columns(ref: Any, index: tuple[Any, ...], columns: Sequence[jax.Array], vector: int, interpret: bool) -> None:
+    """Writes all columns of the contiguous (channel, column) tile `ref[index]`: the inverse of `load_columns`."""
+    shape = (columns[0].shape[0], len(columns))
+    if interpret:
+        ref[index] = jnp.stack(columns, axis=-1)
+        return
+    layout = plgpu.Layout.WG_STRIDED((shape[0],), vec_size=vector)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(columns)))
+    def write(_: Any, tile: Any, *values: Any) -> None:
+        element = ir.MemRefType(tile.type).element_type
+        for number, pointer in enumerate(_thread_pointers(tile, shape, vector)):
+            flat = [_extract(value.registers[number], lane) for lane in range(vector) for value in values]
+            for k in range(len(values)):
+                llvm.store(_vector(flat[k * vector : (k + 1) * vector]), _offset(pointer, k * vector, element))
+
+    write(ref.at[index], *columns)
+
+
+def store_column(
+    ref: Any,
+    index: tuple[Any, ...],
+    column: int,
+    columns: int,
+    value: jax.Array,
+    vector: int,
+    interpret: bool,
+) -> None:
+    """Writes one column of the tile `ref[index]` of `columns` columns, element by element, and no other."""
+    channels = value.shape[0]
+    if interpret:
+        ref[(*index[:-1], column)] = value
+        return
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def write(_: Any, tile: Any, values: Any) -> None:
+        element = ir.MemRefType(tile.type).element_type
+        for number, pointer in enumerate(_thread_pointers(tile, (channels, columns), vector)):
+            for lane in range(vector):
+                place = _offset(pointer, lane * columns + column, element)
+                llvm.store(_extract(values.registers[number], lane), place)
+
+    write(ref.at[index], value)
+
+
+def _thread_pointers(tile: Any, shape: tuple[int, int], vector: int) -> Iterator[Any]:
+    """Per register of a `(channels,)` array, where this thread's first channel starts in the (channel, column) tile."""
+    channels, columns = shape
+    element, index = ir.MemRefType(tile.type).element_type, ir.IndexType.get()
+    i64 = ir.IntegerType.get_signless(64)
+    base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(tile))
+    for first_channel in mgpu.WGStridedFragLayout((channels,), vector).linear_thread_idxs():
+        offset = arith.muli(first_channel, arith.constant(index, columns))
+        yield mgpu.utils.getelementptr(base, [arith.index_cast(i64, offset)], element)
+
+
+def _offset(pointer: Any, elements: int, element: Any) -> Any:
+    return mgpu.utils.getelementptr(pointer, [elements], element)
+
+
+def _vector_type(size: int, element: Any) -> Any:
+    return ir.VectorType.get((size,), element)
+
+
+def _extract(value: Any, lane: int) -> Any:
+    return llvm.extractelement(value, arith.constant(ir.IntegerType.get_signless(32), lane))
+
+
+def _vector(elements: Sequence[Any]) -> Any:
+    value = llvm.mlir_undef(_vector_type(len(elements), elements[0].type))
+    for lane, element in enumerate(elements):
+        value = llvm.insertelement(value, element, arith.constant(ir.IntegerType.get_signless(32), lane))
+    return value
+
+
 def call_in_place(
     body: Callable[..., None],
     inputs: Any,
-    outputs: tuple[jax.Array, ...],
+    updated: tuple[jax.Array, ...],
+    fresh: tuple[jax.ShapeDtypeStruct, ...] = (),
     *,
     grid: Mapping[str, int],
     name: str,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Runs `body(inputs, *output_refs)` once per grid point and returns the outputs as the kernel left them.
+    """Runs `body(inputs, *updated_refs, *fresh_refs)` once per grid point. Called while tracing, under `jit`.
 
     Args:
       body: the kernel; `inputs` arrives as the same pytree, of refs.
       inputs: pytree of arrays that the kernel only reads.
-      outputs: arrays that the kernel writes where it stores, and that keep their bits elsewhere.
-      grid: size of each named axis; the last one is fastest. An empty axis launches nothing.
+      updated: arrays that keep their bits wherever the kernel does not store.
+      fresh: shapes of new arrays, of which the kernel must write every element.
+      grid: size of each named axis, none of them 0; the last one is fastest.
       name: of the kernel, as profilers show it.
       interpret: run on the CPU.
+
+    Returns:
+      The updated arrays, then the fresh ones.
     """
-    if not all(grid.values()):
-        return outputs
-    refs = tuple(_new_ref(array, interpret) for array in outputs)
     mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid))
-    pl.kernel(body, out_type=(), mesh=mesh, name=name, interpret=_interpret_parameters(interpret))(inputs, *refs)
-    return tuple(jax.freeze(ref) for ref in refs)
+    parameters = _interpret_parameters(interpret)
+
+    refs = tuple(_new_ref(array, interpret) for array in updated)
+    made: Any = pl.kernel(body, out_type=fresh, mesh=mesh, name=name, interpret=parameters)(inputs, *refs)
+    return (*(jax.freeze(ref) for ref in refs), *(made or ()))
 
 
 def _new_ref(array: jax.Array, interpret: bool) -> Any:

@@ -2,7 +2,8 @@
 
 A run is a few neighbouring columns of one row of a pool or buffer. `take` reads one run per index, `put` writes one per
 index; an index that is not live reads zeros and writes nothing. Every guard is explicit, because JAX wraps negative
-indices and clamps slices: a dead index is replaced by one past the end of its axis, which `lax` drops.
+indices and clamps slices: a write that is not live goes one past the end of its axis, where `lax` drops it, and a read
+that is not live reads the first row and is replaced by zeros.
 """
 
 import dataclasses
@@ -66,17 +67,20 @@ class Runs:
                 dropped = (*dropped, position)
         return tuple(indexed), dropped, tuple(sizes)
 
-    def index(self) -> jax.Array:
-        """Index vectors `[..., len(indexed axes)]`; dead ones point one past the end of the row axis."""
-        live = self.live
+    def alive(self) -> jax.Array:
+        """Which indices name a run; a layer outside the stack makes none do."""
+        if self.layer is None:
+            return self.live
+        return self.live & (self.layer >= 0) & (self.layer < self.spec.num_layers)
+
+    def index(self, dead_row: int) -> jax.Array:
+        """Index vectors `[..., len(indexed axes)]`, in bounds where alive; the others name `dead_row` at the origin."""
+        alive, shape = self.alive(), self.rows.shape
+        parts = [jnp.where(alive, self.rows, jnp.int32(dead_row))]
         if self.layer is not None:
-            live = live & (self.layer >= 0) & (self.layer < self.spec.num_layers)
-        past_the_end = jnp.int32(self.shape[int(self.stacked)])
-        parts = [jnp.where(live, self.rows, past_the_end)]
-        if self.layer is not None:
-            parts.insert(0, jnp.broadcast_to(self.layer, self.rows.shape))
+            parts.insert(0, jnp.broadcast_to(jnp.clip(self.layer, 0, self.spec.num_layers - 1), shape))
         if self.starts is not None:
-            parts.append(jnp.where(live, self.starts, jnp.int32(0)))
+            parts.append(jnp.where(alive, self.starts, jnp.int32(0)))
         return jnp.stack(parts, axis=-1).astype(jnp.int32)
 
     def offset_axes(self, dropped: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,13 +94,25 @@ class Runs:
 def take(array: jax.Array, where: Runs) -> jax.Array:
     """Reads runs: `[(L,) *rows.shape, *run]`; zeros where not live. Bits are preserved."""
     indexed, dropped, sizes = where.axes()
+    offsets = where.offset_axes(dropped)
+    if array.size == 0:
+        return jnp.zeros(_result_shape(where, offsets, dropped, sizes), array.dtype)
     dimensions = lax.GatherDimensionNumbers(
-        offset_dims=where.offset_axes(dropped), collapsed_slice_dims=tuple(sorted(dropped)), start_index_map=indexed
+        offset_dims=offsets, collapsed_slice_dims=tuple(sorted(dropped)), start_index_map=indexed
     )
-    runs = lax.gather(
-        _to_bits(array), where.index(), dimensions, sizes, mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=0
-    )
-    return _from_bits(runs, array.dtype)
+    # In bounds by construction: a mode that checks again would compute its mask in a kernel of its own.
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    found = lax.gather(_to_bits(array), where.index(dead_row=0), dimensions, sizes, mode=mode)
+    of_index = [axis for axis in range(found.ndim) if axis not in offsets]
+    alive = lax.broadcast_in_dim(jnp.broadcast_to(where.alive(), where.rows.shape), found.shape, of_index)
+    return _from_bits(jnp.where(alive, found, jnp.zeros_like(found)), array.dtype)
+
+
+def _result_shape(
+    where: Runs, offsets: tuple[int, ...], dropped: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    kept, index = iter([size for axis, size in enumerate(sizes) if axis not in dropped]), iter(where.rows.shape)
+    return tuple(next(kept) if axis in offsets else next(index) for axis in range(len(offsets) + where.rows.ndim))
 
 
 def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
@@ -107,9 +123,9 @@ def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
         inserted_window_dims=tuple(sorted(dropped)),
         scatter_dims_to_operand_dims=indexed,
     )
-    written = lax.scatter(
-        _to_bits(array), where.index(), _to_bits(values), dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP
-    )
+    past_the_end = where.shape[int(where.stacked)]  # dropped; JAX would wrap a negative row to the last one
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    written = lax.scatter(_to_bits(array), where.index(past_the_end), _to_bits(values), dimensions, mode=mode)
     return _from_bits(written, array.dtype)
 
 

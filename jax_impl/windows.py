@@ -72,9 +72,7 @@ def row_array(problems: Problems, window_rows: Any, batch: int | None, spec: Con
     return jnp.arange(batch, dtype=jnp.int32)
 
 
-def live_window(
-    accepted: jax.Array, rows: jax.Array, valid: jax.Array | None, *, spec: ConvCacheSpec
-) -> jax.Array:
+def live_window(accepted: jax.Array, rows: jax.Array, valid: jax.Array | None, *, spec: ConvCacheSpec) -> jax.Array:
     """Requests whose accepted count and row name a window: never clamped, never wrapped."""
     live = (accepted >= 1) & (accepted <= spec.num_draft_tokens) & (rows >= 0) & (rows < spec.max_requests)
     if valid is not None:
@@ -99,7 +97,5 @@ def take_windows(
 ) -> jax.Array:
     """`gather_windows` on checked arguments."""
     columns = spec.state_columns if spec.storage == "sliding" else None
-    where = runs.Runs(
-        spec, rows, live, of="windows", stacked=stacked, starts=accepted - 1, num_columns=columns
-    )
+    where = runs.Runs(spec, rows, live, of="windows", stacked=stacked, starts=accepted - 1, num_columns=columns)
     return runs.take(conv_windows, where)

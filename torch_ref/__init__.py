@@ -1,4 +1,4 @@
-"""Exact conv-state rollback for speculative decoding in PyTorch: the oracle of the JAX package, sharing no code with it.
+"""Exact conv-state rollback for speculative decoding in PyTorch: the oracle of the JAX package, without its code.
 
 `reference` is the definition in eager torch, `kernels` the same steps in Triton, `ops` the public functions. Torch
 tensors are mutable, so the functions update the tensors that they are given and return those same tensors.

@@ -66,9 +66,7 @@ def dense_view(conv_windows: torch.Tensor, *, spec: ConvCacheSpec) -> torch.Tens
     if spec.storage != "sliding":
         wrong.append(mismatch("spec.storage", "'sliding'", repr(spec.storage), "A dense buffer is its own view."))
     elif tuple(conv_windows.shape) not in (spec.windows_shape, spec.windows_shape[1:]):
-        wrong.append(
-            mismatch("conv_windows", f"{spec.windows_axes} = {spec.windows_shape}", tuple(conv_windows.shape))
-        )
+        wrong.append(mismatch("conv_windows", f"{spec.windows_axes} = {spec.windows_shape}", tuple(conv_windows.shape)))
     raise_mismatches(wrong)
     step = conv_windows.stride(spec.column_axis)  # the next token's window starts one column later
     leading = conv_windows.ndim - 2

@@ -133,7 +133,8 @@ def verify(
 
     y has x's dtype, or stays in float64 when `dtype`, in which products and sums are taken, is float64.
     """
-    rows = _rows_of(rows, slots)
+    if windows is not None:
+        rows = _rows_of(rows, slots)
     live = live_requests(spec, slots=slots, rows=rows, valid=valid, null_slot=null_slot, layer=layer)
     count = torch.full_like(slots, spec.num_draft_tokens) if valid is None else valid
     count = count.masked_fill(~live, 0)
@@ -149,7 +150,7 @@ def verify(
         # piece p is a column (sliding) or a whole window (dense); the first `held` ones need no token
         written = live[:, None] & (_positions(pieces.shape[1], slots) < held + count[:, None])
         request, piece = written.nonzero(as_tuple=True)
-        target[at, rows[request].long(), piece] = pieces[request, piece]
+        target[at, _rows_of(rows, slots)[request].long(), piece] = pieces[request, piece]
     return _masked_y(y if dtype == torch.float64 else y.to(x.dtype), count)
 
 

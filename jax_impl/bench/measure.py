@@ -1,0 +1,122 @@
+"""One measured point after another, and the comparison that comes before them."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_impl.bench import subjects, timing
+from jax_impl.commit import commit_conv_state
+from jax_impl.conv import causal_conv1d_verify
+from jax_impl.layout import ConvCacheSpec
+
+SUBJECTS = ("pallas", "xla", "triton", "copy_driver", "copy_kernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An operation on a geometry with a batch size."""
+
+    operation: str
+    spec: ConvCacheSpec
+    batch: int
+
+
+def small(operation: str, order: Any) -> Point:
+    """A point that the interpreter runs in seconds."""
+    return Point(operation, ConvCacheSpec(2, 11, 6, 128, 4, 4, axis_order=order), 5)
+
+
+def reduced(operation: str, spec: ConvCacheSpec) -> Point:
+    """The measured geometry with two layers, for the comparison before it is timed."""
+    return Point(operation, dataclasses.replace(spec, num_layers=2), 16)
+
+
+def check(point: Point) -> bool:
+    """Whether the kernel and the XLA form give the same bits for pool and buffer, and y within one rounding."""
+    spec, kernel = point.spec, "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+    case = subjects.Case(spec, point.batch, 1)
+    cache = subjects.random_cache(spec)
+    (slots,), (rows,), (accepted,) = subjects.index_sets(case, 1)
+    (x,), weight = subjects.verify_inputs(case, 1)
+
+    def results(implementation: Any) -> list[np.ndarray]:
+        if point.operation == "commit":
+            commit = jax.jit(
+                lambda pool, windows: commit_conv_state(
+                    pool, windows, slots, accepted, spec=spec, window_rows=rows, implementation=implementation
+                )
+            )
+            return [np.asarray(commit(cache.conv_state, cache.conv_windows))]
+        verify = jax.jit(
+            lambda x, pool, windows: causal_conv1d_verify(
+                x, pool, windows, weight, spec=spec, state_indices=slots, layer=1, window_rows=rows,
+                implementation=implementation,
+            )
+        )  # fmt: skip
+        y, windows = verify(x, cache.conv_state, cache.conv_windows)
+        return [np.asarray(windows), np.asarray(y)]
+
+    kept, *outputs = zip(results("xla"), results(kernel), strict=True)
+    bits = np.uint16 if spec.item_bytes == 2 else np.uint32
+    same = np.array_equal(kept[0].view(bits), kept[1].view(bits))
+    for expected, got in outputs:
+        wide, other = expected.astype(np.float64), got.astype(np.float64)
+        rounding = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-20}[spec.dtype]
+        same &= bool(np.all(np.abs(wide - other) <= rounding * (1e-3 + np.abs(wide))))
+    print(f"check {point.operation} {spec.axis_order} B={point.batch}: {'same' if same else 'DIFFERENT'}")
+    return same
+
+
+def measure(operation: str, spec: ConvCacheSpec, batches: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """One row per batch size; arrays of one geometry are shared by its batch sizes."""
+    cache = subjects.random_cache(spec)
+    with_torch = importlib.util.find_spec("torch") is not None
+    twin = subjects.torch_cache(spec) if with_torch else None
+    for batch in batches:
+        calls = max(spec.num_layers, 240 // max(1, batch)) if operation == "verify" else max(4, 64 // batch)
+        case = subjects.Case(spec, batch, calls)
+        num_bytes = case.commit_bytes if operation == "commit" else case.verify_bytes
+        ours = subjects.jax_commit if operation == "commit" else subjects.jax_verify
+        theirs = subjects.torch_commit if operation == "commit" else subjects.torch_verify
+        makers: dict[str, Callable[[int], subjects.Runner]] = {
+            "pallas": lambda n, ours=ours, case=case: ours(case, cache, "pallas", n),
+            "xla": lambda n, ours=ours, case=case: ours(case, cache, "xla", n),
+        }
+        if with_torch:
+            makers |= {
+                "triton": lambda n, theirs=theirs, case=case: theirs(case, twin, n),
+                "copy_driver": lambda n, size=num_bytes: subjects.torch_copy(size, n, kernel=False),
+                "copy_kernel": lambda n, size=num_bytes: subjects.torch_copy(size, n, kernel=True),
+            }
+        row: dict[str, Any] = {
+            "operation": operation,
+            "axis_order": spec.axis_order,
+            "num_draft_tokens": spec.num_draft_tokens,
+            "width": spec.width,
+            "conv_dim": spec.conv_dim,
+            "num_layers": spec.num_layers,
+            "num_slots": spec.num_slots,
+            "dtype": spec.dtype,
+            "batch": batch,
+            "bytes": num_bytes,
+        }
+        for name, make in makers.items():
+            row[name] = timing.marginal_us(make(calls), make(2 * calls), calls, repeats)
+        yield row
+
+
+def line(row: dict[str, Any]) -> str:
+    """One printed line of a row: times in microseconds and the ratio to the faster copy."""
+    times = {
+        name: row[name]["median_us"]
+        for name in ("pallas", "xla", "triton", "copy_driver", "copy_kernel")
+        if name in row
+    }
+    copies = [times[name] for name in ("copy_driver", "copy_kernel") if name in times]
+    ratio = f"  pallas/copy {times['pallas'] / min(copies):.3f}" if copies else ""
+    head = f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}"
+    return head + "".join(f"  {name} {value:.2f}" for name, value in times.items()) + ratio

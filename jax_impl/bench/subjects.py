@@ -1,0 +1,228 @@
+"""What is measured: each function returns a runner that makes `calls` calls and waits for the device.
+
+Calls rotate over slots, buffer rows and inputs, so that no call finds its data in the cache unless the whole working
+set fits there. Lists instead of stacked arrays keep slicing kernels out of the measured run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl import checks
+from jax_impl.cache import ConvCache
+from jax_impl.commit import commit_conv_state
+from jax_impl.conv import ConvWeight, causal_conv1d_verify
+from jax_impl.layout import ConvCacheSpec
+
+Runner = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measured point: geometry, batch and number of calls in a run; arrays are made by `inputs`."""
+
+    spec: ConvCacheSpec
+    batch: int
+    calls: int
+    seed: int = 0
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes one commit of all layers reads and writes when every request is live."""
+        return 2 * self.spec.num_layers * self.batch * self.spec.slot_bytes
+
+    @property
+    def verify_bytes(self) -> int:
+        """Bytes of one layer's verify: reads K-1 + D columns, writes D of y and D+S-1 of the row."""
+        spec = self.spec
+        columns = spec.width - 1 + 2 * spec.num_draft_tokens + spec.num_columns
+        return self.batch * columns * spec.conv_dim * spec.item_bytes
+
+
+def index_sets(case: Case, count: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Per call: distinct random slots, the next rows of the buffer in turn, and random accepted counts 1 … D."""
+    rng, spec, batch = np.random.default_rng(case.seed), case.spec, case.batch
+    slots = [rng.permutation(spec.num_slots)[:batch].astype(np.int32) for _ in range(count)]
+    rows = [((np.arange(batch) + call * batch) % spec.max_requests).astype(np.int32) for call in range(count)]
+    accepted = [rng.integers(1, spec.num_draft_tokens + 1, batch).astype(np.int32) for _ in range(count)]
+    return slots, rows, accepted
+
+
+def random_cache(spec: ConvCacheSpec, seed: int = 0) -> ConvCache:
+    """A cache of normal random values, made on the device."""
+    state, windows = jax.random.split(jax.random.key(seed))
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return ConvCache(make(state, spec.state_shape, spec.dtype), make(windows, spec.windows_shape, spec.dtype), spec)
+
+
+def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementation, calls: int) -> Runner:
+    """`calls` commits of all layers in one program, pool donated."""
+    slots, rows, accepted = (list(map(jnp.asarray, one)) for one in index_sets(case, calls))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(pool: jax.Array, windows: jax.Array, slots: Any, rows: Any, accepted: Any) -> jax.Array:
+        for call in range(calls):
+            pool = commit_conv_state(
+                pool,
+                windows,
+                slots[call],
+                accepted[call],
+                spec=case.spec,
+                window_rows=rows[call],
+                implementation=implementation,
+            )
+        return pool
+
+    pool = [jnp.copy(cache.conv_state)]
+    compiled = run.lower(pool[0], cache.conv_windows, slots, rows, accepted).compile()
+
+    def runner() -> None:
+        pool[0] = compiled(pool[0], cache.conv_windows, slots, rows, accepted)
+        pool[0].block_until_ready()
+
+    return runner
+
+
+def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], ConvWeight]:
+    """Inputs of `count` calls in the state's dtype and one layer's prepared weight."""
+    spec = case.spec
+    keys = jax.random.split(jax.random.key(case.seed), count + 1)
+    shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
+    x = [jax.random.normal(key, shape, spec.dtype) for key in keys[1:]]
+    return x, ConvWeight(jax.random.normal(keys[0], (spec.width, spec.conv_dim), spec.dtype))
+
+
+def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation, calls: int) -> Runner:
+    """`calls` verifies, one layer each in turn, in one program, buffer donated."""
+    slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, calls))
+    x, weight = verify_inputs(case, calls)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(pool: Any, windows: Any, x: Any, weight: Any, slots: Any, rows: Any) -> Any:
+        outputs = []
+        for call in range(calls):
+            y, windows = causal_conv1d_verify(
+                x[call],
+                pool,
+                windows,
+                weight,
+                spec=case.spec,
+                state_indices=slots[call],
+                layer=call % case.spec.num_layers,
+                window_rows=rows[call],
+                implementation=implementation,
+            )
+            outputs.append(y)
+        return outputs, windows
+
+    windows = [jnp.copy(cache.conv_windows)]
+    compiled = run.lower(cache.conv_state, windows[0], x, weight, slots, rows).compile()
+
+    def runner() -> None:
+        _, windows[0] = compiled(cache.conv_state, windows[0], x, weight, slots, rows)
+        windows[0].block_until_ready()
+
+    return runner
+
+
+def torch_cache(spec: ConvCacheSpec) -> tuple[Any, Any, Any]:
+    """Spec, pool and buffer of random values for the Triton subjects."""
+    import torch
+
+    import torch_ref
+
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    twin = torch_ref.ConvCacheSpec(**fields)
+    dtype = getattr(torch, spec.dtype)
+    state = torch.randn(spec.state_shape, device="cuda", dtype=dtype)
+    return twin, state, torch.randn(spec.windows_shape, device="cuda", dtype=dtype)
+
+
+def _replayed(once: Callable[[int], Any], calls: int) -> Runner:
+    """A CUDA graph of `calls` calls; the runner replays it and waits."""
+    import torch
+
+    once(0)
+    torch.cuda.synchronize()
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        kept.extend(once(call) for call in range(calls))
+
+    def runner() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    runner.kept = (graph, kept, once)  # type: ignore[attr-defined]  # what the graph reads and writes must outlive it
+    return runner
+
+
+def torch_commit(case: Case, cache: Any, calls: int) -> Runner:
+    """`calls` Triton commits in one CUDA graph; `cache` comes from `torch_cache`."""
+    import torch
+
+    import torch_ref
+
+    twin, state, windows = cache
+    slots, rows, accepted = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, calls))
+    return _replayed(
+        lambda call: torch_ref.commit_conv_state(
+            state,
+            windows,
+            slots[call],
+            accepted[call],
+            spec=twin,
+            window_rows=rows[call],
+            implementation="triton",
+        ),
+        calls,
+    )
+
+
+def torch_verify(case: Case, cache: Any, calls: int) -> Runner:
+    """`calls` Triton verifies in one CUDA graph, one layer each in turn."""
+    import torch
+
+    import torch_ref
+
+    twin, state, windows = cache
+    spec = case.spec
+    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, calls))
+    shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
+    x = [torch.randn(shape, device="cuda", dtype=state.dtype) for _ in range(calls)]
+    weight = torch.randn((spec.conv_dim, spec.width), device="cuda", dtype=state.dtype)
+    return _replayed(
+        lambda call: torch_ref.causal_conv1d_verify(
+            x[call],
+            state,
+            windows,
+            weight,
+            spec=twin,
+            state_indices=slots[call],
+            layer=call % spec.num_layers,
+            window_rows=rows[call],
+            implementation="triton",
+        ),
+        calls,
+    )
+
+
+def torch_copy(num_bytes: int, calls: int, *, kernel: bool) -> Runner:
+    """`calls` device copies that read and write `num_bytes` together, over buffers larger than the cache.
+
+    `kernel` False is the driver's copy; True is an elementwise kernel that reads and writes the same bytes, which
+    starts faster when there are few.
+    """
+    import torch
+
+    words = max(4, num_bytes // 8)
+    sets = min(calls, max(2, -(-512 * 2**20 // num_bytes)))
+    source = torch.randint(0, 2**31 - 1, (sets, words), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    if kernel:
+        return _replayed(lambda call: torch.bitwise_not(source[call % sets], out=target[call % sets]), calls)
+    return _replayed(lambda call: target[call % sets].copy_(source[call % sets]), calls)

@@ -1,0 +1,395 @@
+"""The command line: what it prints, what it refuses, and that the demo fails when the system does."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_impl.commit
+import jax_impl.conv
+from jax_impl import checks, demo
+from jax_impl.__main__ import PLAN_COLUMNS, main
+from jax_impl.presets import PRESETS, get_preset
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["demo", "--model", "LFM2-1.2B", "--requests", "3", "--steps", "6"]  # one step with each kind of padding
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "jax_impl", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def refused(capsys, *arguments):
+    """The last line that a refused command prints."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.splitlines()[-1]
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(printed.out)
+
+
+def test_plan_of_the_published_settings(capsys):
+    (row,) = plan(capsys, "--model", "qwen3.5-0.8b")["rows"]
+    assert row == {
+        "model": "Qwen3.5-0.8B",
+        "kind": "GDN",
+        "grade": "A",
+        "tp": 1,
+        "num_layers": 18,
+        "conv_dim": 6144,
+        "width": 4,
+        "state_len": 3,
+        "num_draft_tokens": 4,
+        "dtype": "bfloat16",
+        "slot_bytes": 663_552,
+        "dense_row_bytes": 2_654_208,
+        "sliding_row_bytes": 1_327_104,
+        "saving": 2.0,
+        "dense_rows_per_gib": 404,
+        "sliding_rows_per_gib": 809,
+        "max_requests": 17,
+        "dense_windows_bytes": 45_121_536,
+        "sliding_windows_bytes": 22_560_768,
+    }
+    (row,) = plan(capsys, "--model", "Qwen3.5-35B-A3B", "--tp", "2", "--requests", "32")["rows"]
+    assert (row["dense_row_bytes"], row["sliding_row_bytes"]) == (2_949_120, 1_474_560)
+    assert (row["dense_windows_bytes"], row["sliding_windows_bytes"]) == (33 * 2_949_120, 33 * 1_474_560)
+
+
+def test_plan_takes_every_combination_in_order(capsys):
+    names = ("--model", "Kimi-K3", "--model", "LFM3-1.7B", "Kimi-K3")
+    rows = plan(capsys, *names, "--tp", "1", "2", "--draft-tokens", "1", "8")["rows"]
+    seen = [(row["model"], row["tp"], row["num_draft_tokens"]) for row in rows]
+    assert seen == [(model, tp, d) for model in ("Kimi-K3", "LFM3-1.7B") for tp in (1, 2) for d in (1, 8)]
+    assert [row["saving"] for row in rows[:2]] == [1.0, 2.4]
+
+
+def test_plan_of_everything_leaves_out_what_does_not_divide(capsys):
+    result = plan(capsys, "--tp", "4")
+    assert [row["model"] for row in result["left_out"]] == ["OLMo-Hybrid-7B"]
+    assert "part q = 30 heads, got 4" in result["left_out"][0]["reason"]
+    assert {row["model"] for row in result["rows"]} == {preset.name for preset in PRESETS} - {"OLMo-Hybrid-7B"}
+    assert plan(capsys, "--model", "all")["rows"] == plan(capsys)["rows"]
+
+
+def test_plan_of_an_explicit_geometry(capsys):
+    geometry = ("--num-layers", "5", "--conv-dim", "96", "--width", "2")
+    (row,) = plan(capsys, *geometry, "--tp", "3", "--dtype", "float32", "--state-len", "K")["rows"]
+    assert (row["model"], row["conv_dim"], row["state_len"], row["dtype"]) == ("custom", 32, 2, "float32")
+    assert (row["dense_row_bytes"], row["sliding_row_bytes"]) == (5 * 4 * 2 * 32 * 4, 5 * (4 + 2 - 1) * 32 * 4)
+    (row,) = plan(capsys, *geometry)["rows"]
+    assert row["saving"] == 1.0
+    (row,) = plan(capsys, "--num-layers", "90", "--conv-dim", "999999937", "--width", "4")["rows"]
+    assert row["sliding_rows_per_gib"] == 0
+
+
+def test_plan_csv_is_the_json(capsys):
+    arguments = ("--model", "all", "--tp", "1", "2", "--draft-tokens", "3", "5")
+    expected = plan(capsys, *arguments)["rows"]
+    done = run("plan", *arguments, "--csv")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert rows == [{name: str(value) for name, value in row.items()} for row in expected]
+    assert tuple(rows[0]) == tuple(expected[0]) == PLAN_COLUMNS
+
+
+def test_plan_csv_and_json_need_neither_rich_nor_jax():
+    code = (
+        "import sys\n"
+        "sys.modules['rich'] = sys.modules['jax'] = None\n"
+        "from jax_impl.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+
+    def without(*arguments):
+        return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    assert without("plan", "--csv").returncode == without("plan", "--json").returncode == 0
+    assert without("plan", "--help").returncode == without("demo", "--help").returncode == 0
+    for command in ("plan", "demo"):
+        done = without(command)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            'error: tables need `rich`, which is not installed: pip install "specconv[cli]". --json works without it.\n'
+        )
+
+
+def test_plan_table(capsys):
+    assert main(["plan", "--model", "Qwen3.5-0.8B", "Kimi-K3", "--draft-tokens", "1", "4"]) == 0
+    printed = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "Qwen3.5-0.8B GDN A 1 18 6144 4 1 663,552 663,552 663,552 1× 1,618 1,618 0.0105 0.0105" in lines
+    assert "Qwen3.5-0.8B GDN A 1 18 6144 4 4 663,552 2,654,208 1,327,104 2× 404 809 0.0420 0.0210" in lines
+    assert "Kimi-K3 KDA A 1 69 36864 4 4 15,261,696 61,046,784 30,523,392 2× 17 35 0.9665 0.4833" in lines
+    assert "GiB is 2^30 bytes" in printed
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    with subprocess.Popen(
+        [sys.executable, "-m", "jax_impl", "plan", "--csv", "--draft-tokens", *map(str, range(1, 2000))],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("plan", "--model", "Kimi-K33"),
+            "argument --model: expected a published model, got 'Kimi-K33'. Close names: Kimi-K3.",
+        ),
+        (("plan", "--tp", "0"), "argument --tp: expected an integer from 1 to 10^9, got '0'."),
+        (("plan", "--requests", "many"), "argument --requests: expected an integer from 1 to 10^9, got 'many'."),
+        (
+            ("plan", "--model", "Qwen3.5-0.8B", "--tp", "3"),
+            "argument --tp: expected a divisor of part q = 16 heads, got 3. Every part is divided over the ranks "
+            "separately; heads are not split. Model: Qwen3.5-0.8B.",
+        ),
+        (
+            ("plan", "--model", "Kimi-K3", "--width", "4"),
+            "argument --model: not allowed with --width. Give a model or a geometry.",
+        ),
+        (
+            ("plan", "--conv-dim", "8"),
+            "argument --conv-dim: a geometry needs --num-layers, --conv-dim, --width. Add --num-layers and --width, "
+            "or give --model.",
+        ),
+        (
+            ("plan", "--num-layers", "1", "--conv-dim", "8", "--width", "1"),
+            "argument --width: expected an integer from 2 to 2^31-1, got 1.",
+        ),
+        (
+            ("plan", "--num-layers", "1", "--conv-dim", "8", "--width", "4", "--tp", "3"),
+            "argument --tp: expected a divisor of part conv_dim = 8 channels, got 3. Every part is divided over the "
+            "ranks separately; channels are not split.",
+        ),
+        (("plan", "--json", "--csv"), "argument --csv: not allowed with argument --json"),
+        (("demo", "--draft-tokens", "0"), "argument --draft-tokens: expected an integer from 1 to 10^9, got '0'."),
+        (("demo", "--seed", "-1"), "argument --seed: expected an integer of at least 0, got '-1'."),
+    ],
+)
+def test_bad_arguments_are_named_with_the_fix(capsys, arguments, message):
+    assert refused(capsys, *arguments) == f"python -m jax_impl {arguments[0]}: error: {message}"
+
+
+def test_help_and_missing_command(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "demo" in printed
+    assert "plan" in printed
+    assert "the following arguments are required: COMMAND" in refused(capsys)
+
+
+def test_interruption_is_one_line_and_exit_code_130(capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "simulate", interrupted)
+    assert main([*SMALL, "--json"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_in_a_process_of_its_own():
+    done = run(*SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "6 verify + commit steps left the same bits as the NumPy definition" in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "Qwen3.5-0.8B 1 17 4 0.0420 0.0210 2×" in lines
+    assert "Qwen3.5-35B-A3B 2 33 4 0.0906 0.0453 2×" in lines
+    assert "LFM2-1.2B, this run 1 4 4 0.0012 0.0008 1.6×" in lines
+    assert "width 3 1 2 2 1×, no saving" in lines
+    assert "width 2 16 16 16 1×, no saving" in lines
+    assert "verify + commit" in done.stderr
+
+
+@pytest.mark.parametrize("axis_order", ["time_major", "channel_major"])
+@pytest.mark.parametrize("storage", ["sliding", "dense"])
+def test_demo_json(capsys, axis_order, storage):
+    options = ("--axis-order", axis_order, "--storage", storage, "--draft-tokens", "2", "--seed", "5")
+    assert main([*SMALL, *options, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    result = json.loads(printed.out)
+    assert (result["ok"], result["mismatch"], result["steps"], result["seed"]) == (True, None, 6, 5)
+    assert result["accepted_counts"] == {"0": 6, "1": 6, "2": 6}
+    spec = result["spec"]
+    assert (spec["axis_order"], spec["storage"], spec["num_layers"]) == (axis_order, storage, 10)
+    assert (spec["conv_dim"], spec["max_requests"], spec["num_slots"]) == (2048, 4, 6)
+    memory = result["memory"]
+    assert [row["sliding_windows_bytes"] for row in memory["published"]] == [22_560_768, 48_660_480]
+    assert memory["model"]["sliding_windows_bytes"] == 4 * 10 * 3 * 2048 * 2
+    assert [row["saving"] for row in memory["saving"] if row["num_draft_tokens"] == 1] == [1.0, 1.0]
+
+
+def test_demo_hands_its_options_on(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(demo, "simulate", lambda preset, spec, **options: seen.append((preset, spec, options)))
+    options = ("--implementation", "pallas_interpret", "--seed", "9", "--dtype", "float16")
+    assert main([*SMALL, *options, "--json"]) == 0
+    ((preset, spec, options),) = seen
+    assert (preset.name, spec.dtype, spec.num_draft_tokens) == ("LFM2-1.2B", "float16", 4)
+    assert (options["implementation"], options["seed"], options["steps"]) == ("pallas_interpret", 9, 6)
+    assert json.loads(capsys.readouterr().out)["implementation"] == "pallas_interpret"
+
+
+def test_the_implementation_is_that_of_the_commit(monkeypatch):
+    commit, seen = jax_impl.commit.commit_conv_state, set()
+
+    def recorded(*arguments, implementation, **options):
+        seen.add(implementation)
+        return commit(*arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax_impl.commit, "commit_conv_state", recorded)
+    assert main([*SMALL, "--implementation", "pallas_interpret", "--json"]) == 0
+    assert seen == {"pallas_interpret"}
+
+
+@pytest.mark.parametrize("options", [("--dtype", "float32"), ("--model", "RecurrentGemma-2B", "--dtype", "float16")])
+def test_demo_of_other_dtypes_and_kinds(capsys, options):
+    assert main([*SMALL, *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
+def test_the_demo_knows_every_implementation():
+    assert demo.IMPLEMENTATIONS == checks.IMPLEMENTATIONS
+
+
+def flip_one_bit(conv_state):
+    """The pool with the lowest bit of layer 4, slot 2, column 1, channel 77 flipped."""
+    from jax import lax
+    from jax import numpy as jnp
+
+    bits = lax.bitcast_convert_type(conv_state, jnp.uint16)
+    bits = bits.at[4, 2, 1, 77].set(bits[4, 2, 1, 77] ^ jnp.uint16(1))
+    return lax.bitcast_convert_type(bits, conv_state.dtype)
+
+
+def test_one_wrong_bit_in_the_pool_fails_the_demo(capsys, monkeypatch):
+    commit = jax_impl.commit.commit_conv_state
+
+    def corrupted(*arguments, **options):
+        return flip_one_bit(commit(*arguments, **options))
+
+    monkeypatch.setattr(jax_impl.commit, "commit_conv_state", corrupted)
+    assert main([*SMALL, "--json"]) == 1
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert not result["ok"]
+    found = result["mismatch"]
+    assert (found["what"], found["against"]) == ("conv_state", "the NumPy definition")
+    assert (found["step"], found["layer"], found["slot"], found["position"]) == (1, 4, 2, [1, 77])
+    assert int(found["got"], 16) ^ int(found["expected"], 16) == 1
+    assert found["message"] == (
+        "`conv_state` differs from the NumPy definition after step 1: layer 4, slot 2, "
+        f"n = {found['num_accepted_tokens']}, column 1, channel 77: "
+        f"expected {found['expected']}, got {found['got']}."
+    )
+    assert main(SMALL) == 1
+    assert f"FAILED: {found['message']}" in capsys.readouterr().err
+
+
+def test_a_commit_that_keeps_one_token_too_few_fails_the_demo(capsys, monkeypatch):
+    commit = jax_impl.commit.commit_conv_state
+
+    def late(conv_state, conv_windows, state_indices, num_accepted_tokens, **options):
+        return commit(conv_state, conv_windows, state_indices, num_accepted_tokens - 1, **options)
+
+    monkeypatch.setattr(jax_impl.commit, "commit_conv_state", late)
+    assert main([*SMALL, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["mismatch"]["step"] == 1
+
+
+@pytest.mark.parametrize("what", ["conv_state", "y"])
+def test_a_one_token_step_that_differs_fails_the_demo(capsys, monkeypatch, what):
+    update = jax_impl.conv.causal_conv1d_update
+
+    def doubled(x, *arguments, **options):
+        right, wrong = update(x, *arguments, **options), update(x + x, *arguments, **options)
+        return (right[0], wrong[1]) if what == "conv_state" else (wrong[0], right[1])
+
+    monkeypatch.setattr(jax_impl.conv, "causal_conv1d_update", doubled)
+    assert main([*SMALL, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["mismatch"]
+    assert (found["against"], found["what"], found["step"]) == ("one-token decoding", what, 0)
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_verify", "causal_conv1d_prefill"])
+def test_a_wrong_output_fails_the_demo(capsys, monkeypatch, name):
+    function = getattr(jax_impl.conv, name)
+
+    def swapped(x, conv_state, *arguments, **options):
+        y, after = function(x, conv_state, *arguments, **options)
+        return y[..., ::-1], after
+
+    monkeypatch.setattr(jax_impl.conv, name, swapped)
+    assert main([*SMALL, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["mismatch"]
+    assert (found["what"], found["step"]) == ("y", int(name.endswith("verify")))
+
+
+# ---- the demo's own definition ---------------------------------------------------------------------------------------
+
+
+def test_batches_hold_every_count_and_every_kind_of_padding():
+    spec = get_preset("LFM2-1.2B").spec(num_slots=8, max_requests=6, num_draft_tokens=4)
+    rng = np.random.default_rng(3)
+    live_slots = np.array([6, 1, 4, 3, 7])
+    paddings = set()
+    for step in range(1, 7):
+        batch = demo.make_batch(rng, spec, live_slots, step)
+        assert sorted(batch.accepted[batch.live]) == [0, 1, 2, 3, 4]
+        assert sorted(batch.slots[batch.live]) == [1, 3, 4, 6, 7]
+        assert sorted(batch.rows) == [0, 1, 2, 3, 4, 5]
+        assert (batch.valid >= np.maximum(batch.accepted, 1)).all()
+        assert (batch.valid <= 4).all()
+        (padding,) = batch.slots[~batch.live]
+        paddings.add(int(padding))
+        assert (batch.accepted[~batch.live][0] == 0) == (padding == live_slots[0])
+        assert batch.commits[~batch.live] == 0
+    assert paddings == {0, -1, 8, 2**31 - 1, -(2**31), 6}
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
+def test_definition_by_hand(n):
+    state = np.array([[[[90.0], [91.0]], [[10.0], [20.0]]]], np.float32)  # slot 0 is the null slot, slot 1 is live
+    weight = np.array([[[100.0, 10.0, 1.0]]], np.float32)
+    definition = demo.Definition(state.view(np.uint32), np.dtype(np.float32), weight, None, None)
+    x = np.repeat(np.array([[1.0, 2.0, 3.0, 4.0], [7.0] * 4, [8.0] * 4], np.float32)[None, :, :, None], 1, 0)
+    slots, rows, valid, accepted = np.array([[1, 0, 1], [0, 1, 2], [4, 4, 1], [n, 4, 0]], np.int32)
+    batch = demo.Batch(x, slots, rows, valid, accepted, np.array([True, False, False]))
+    result, scale = definition.advance(batch)
+    assert result.y[0, 0, :, 0].tolist() == [1201.0, 2012.0, 123.0, 234.0]
+    assert (result.y[0, 1] == 0).all()
+    assert result.y[0, 2, :, 0].tolist() == [1208.0, 0.0, 0.0, 0.0]  # a padding row that repeats a live slot
+    assert (scale == np.abs(result.y)).all()
+    inputs = [10.0, 20.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.state_bits.view(np.float32)[0, :, :, 0].tolist() == [[90.0, 91.0], inputs[n : n + 2]]
