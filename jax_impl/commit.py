@@ -233,7 +233,7 @@ def _commit_kernel(
     plan: _Plan,
 ) -> None:
     """One channel block of one destination in one layer; a skipped destination ends after a few scalar reads."""
-    from jax_impl.pallas_backend import grid_index, load, span, when
+    from jax_impl.pallas_backend import grid_index, load, load_tile, span, store, when
 
     spec, batch, block, vector, interpret = (
         plan.spec,
@@ -263,7 +263,7 @@ def _commit_kernel(
             columns = span(first, spec.state_columns)
             source = (row, channels, columns) if spec.storage == "sliding" else (row, first, channels, slice(None))
             shape = (block, spec.state_columns)
-            window = load(windows, (*layer, *source), shape, 1, interpret)
+            window = load_tile(windows, (*layer, *source), shape, interpret)
             conv_state_out[(*layer, slot, channels, slice(None))] = window
             return
         columns = []
@@ -271,7 +271,7 @@ def _commit_kernel(
             source = (row, first + column) if spec.storage == "sliding" else (row, first, column)
             columns.append(load(windows, (*layer, *source, channels), (block,), vector, interpret))
         for column in range(spec.state_columns):
-            conv_state_out[(*layer, slot, column, channels)] = columns[column]
+            store(conv_state_out, (*layer, slot, column, channels), columns[column], vector, interpret)
 
 
 def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes: int | None = None) -> jax.Array:

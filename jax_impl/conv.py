@@ -412,7 +412,7 @@ def _prefill_xla(
     )
     window = [everything[:, first + tap : first + tap + tokens] for tap in range(spec.width)]
     rows = [taps[tap][None, None, :] for tap in range(spec.width)]
-    total = _activated_sum(window, rows, None if bias is None else bias[None, None, :], call.activation)
+    total = _activate(_weighted_sum(window, rows, None if bias is None else bias[None, None, :]), call.activation)
     y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
     start = jnp.where(live, lengths, 0)
     last = jax.vmap(lambda columns, at: lax.dynamic_slice_in_dim(columns, at, spec.state_columns, axis=0))
@@ -466,7 +466,7 @@ def _convolve(call: _Call, columns: list[jax.Array], token_is_valid: jax.Array) 
     rows = [taps[tap][None, :] for tap in range(call.spec.width)]
     offset = None if bias is None else bias[None, :]
     sums = [
-        _activated_sum(columns[token : token + call.spec.width], rows, offset, call.activation)
+        _activate(_weighted_sum(columns[token : token + call.spec.width], rows, offset), call.activation)
         for token in range(call.x.shape[1])
     ]
     return jnp.where(token_is_valid[:, :, None], jnp.stack(sums, axis=1), jnp.float32(0)).astype(call.x.dtype)
@@ -481,14 +481,17 @@ def _layer_weight(call: _Call) -> tuple[jax.Array, jax.Array | None]:
     return pick(weight.taps), None if weight.bias is None else pick(weight.bias)
 
 
-def _activated_sum(
-    window: Sequence[jax.Array], taps: Sequence[jax.Array], bias: jax.Array | None, activation: Activation | None
-) -> jax.Array:
-    """act(bias + Σ taps[j] * window[j]) in float32: bias first, then taps oldest to newest, on every path."""
-    total = jnp.float32(0) if bias is None else bias.astype(jnp.float32)
-    for tap, column in zip(taps, window, strict=True):
-        total = total + column.astype(jnp.float32) * tap.astype(jnp.float32)
+def _activate(total: jax.Array, activation: Activation | None) -> jax.Array:
     return total * jax.nn.sigmoid(total) if activation == "silu" else total
+
+
+def _weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], bias: jax.Array | None) -> jax.Array:
+    """bias + Σ taps[j] * window[j] in float32: bias first, then taps oldest to newest, on every path."""
+    products = (column.astype(jnp.float32) * tap.astype(jnp.float32) for tap, column in zip(taps, window, strict=True))
+    total = next(products) if bias is None else bias.astype(jnp.float32) + next(products)
+    for product in products:
+        total = total + product
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,7 +526,7 @@ def _conv_kernel(
     plan: _Plan,
 ) -> None:
     """One channel block of one request: every load before the first store, each column stored once."""
-    from jax_impl.pallas_backend import grid_index, load, span, when
+    from jax_impl.pallas_backend import grid_index, load, silu, span, store, store_zeros, when
 
     spec, tokens = plan.spec, plan.tokens
     request, channels = grid_index("request"), span(grid_index("block") * plan.block, plan.block)
@@ -540,18 +543,26 @@ def _conv_kernel(
     def read(ref: Any, *index: Any) -> jax.Array:
         return load(ref, (*index, channels), (plan.block,), plan.vector, plan.interpret)
 
+    def activate(total: jax.Array) -> jax.Array:
+        if plan.activation == "silu" and plan.y_dtype != jnp.float32:
+            return silu(total, plan.vector, plan.interpret)
+        return _activate(total, plan.activation)
+
+    def store_zero(token: int) -> None:
+        store_zeros(y_out, (request, token, channels), plan.block, plan.vector, plan.interpret)
+
+    # These do not depend on the slot: in flight while it is fetched, they hide that latency.
+    fresh = [read(inputs["x_in"], request, token) for token in range(tokens)]
+    of_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer) if plan.stacked_weight else ()
+    taps = [read(inputs["taps_in"], *of_layer, tap) for tap in range(spec.width)]
+    bias = read(inputs["bias_in"], *of_layer) if "bias_in" in inputs else None
+
     @when(live)
     def _convolve_block() -> None:
         state_in = columns_out if plan.advance else inputs["state_in"]
         state = _load_state(state_in, (*layer, slot), channels, plan=plan)
-        fresh = [read(inputs["x_in"], request, token) for token in range(tokens)]
         columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
-        of_layer = layer if plan.stacked_weight else ()
-        taps = [read(inputs["taps_in"], *of_layer, tap) for tap in range(spec.width)]
-        bias = read(inputs["bias_in"], *of_layer) if "bias_in" in inputs else None
-        totals = [
-            _activated_sum(columns[token : token + spec.width], taps, bias, plan.activation) for token in range(tokens)
-        ]
+        totals = [activate(_weighted_sum(columns[token : token + spec.width], taps, bias)) for token in range(tokens)]
         if plan.advance:
             _store_entry(columns_out, (*layer, slot), channels, columns[-spec.state_columns :], None, plan=plan)
         else:
@@ -562,10 +573,10 @@ def _conv_kernel(
             y = totals[token].astype(plan.y_dtype)
 
             def _store_y(token: int = token, y: jax.Array = y) -> None:
-                y_out[request, token, channels] = y
+                store(y_out, (request, token, channels), y, plan.vector, plan.interpret)
 
             def _store_zero(token: int = token) -> None:
-                y_out[request, token, channels] = jnp.zeros((plan.block,), plan.y_dtype)
+                store_zero(token)
 
             if "valid_in" in inputs and token > 0:
                 when(token < valid)(_store_y)
@@ -576,7 +587,7 @@ def _conv_kernel(
     @when(jnp.logical_not(live))
     def _zero_block() -> None:
         for token in range(tokens):
-            y_out[request, token, channels] = jnp.zeros((plan.block,), plan.y_dtype)
+            store_zero(token)
 
 
 def _load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: _Plan) -> list[jax.Array]:
@@ -620,14 +631,14 @@ def _store_entry(
     columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: _Plan
 ) -> None:
     """Columns of one channel block at `place`, in the spec's axis order; with `limit` only the columns before it."""
-    from jax_impl.pallas_backend import store_column, store_columns, when
+    from jax_impl.pallas_backend import store, store_column, store_columns, when
 
     count = len(columns)
     if plan.spec.axis_order == "time_major":
         for column in range(count):
 
             def _store(column: int = column) -> None:
-                columns_out[(*place, column, channels)] = columns[column]
+                store(columns_out, (*place, column, channels), columns[column], plan.vector, plan.interpret)
 
             # The first token is always valid, so only the columns after it can be beyond the limit.
             if limit is None or column <= plan.spec.first_token_column:
@@ -699,7 +710,7 @@ def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Pl
         inputs,
         (columns_out,),
         (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
-        grid={"request": batch, "block": dim // plan.block},
+        grid={"block": dim // plan.block, "request": batch},
         name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
         interpret=plan.interpret,
     )

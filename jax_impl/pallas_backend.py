@@ -91,21 +91,104 @@ def runs_here() -> bool:
     return float(getattr(jax.devices()[0], "compute_capability", "0.0")) >= MIN_COMPUTE_CAPABILITY
 
 
-def load(ref: Any, index: tuple[Any, ...], shape: tuple[int, ...], vector: int, interpret: bool) -> jax.Array:
-    """Reads `ref[index]` into registers, `vector` neighbouring elements a thread.
+def load(
+    ref: Any, index: tuple[Any, ...], shape: tuple[int], vector: int, interpret: bool, *, read_only: bool = True
+) -> jax.Array:
+    """Reads the contiguous channels `ref[index]` into registers, `vector` neighbouring ones a thread.
 
-    The default layout reads 8 bytes a thread; naming the layout is what makes 16-byte reads. The interpreter has no
-    layouts.
+    `read_only` says that this kernel never writes the array, so that the read may go through the read-only cache.
     """
     if interpret:
         return ref[index]
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
-    if _IS_0_10:
-        return plgpu.load(ref, index, layout=layout)
-    return plgpu.load(ref.at[index], layout=layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
+    )
+    def read(_: Any, run: Any) -> Any:
+        element = ir.MemRefType(run.type).element_type
+        pointers = _thread_pointers(run, (shape[0], 1), vector)
+        return _fragment([_load_vector(pointer, vector, element, read_only) for pointer in pointers], layout)
+
+    return read(ref.at[index])
 
 
-def load_columns(ref: Any, index: tuple[Any, ...], shape: tuple[int, int], vector: int, interpret: bool) -> list[Any]:
+def store(ref: Any, index: tuple[Any, ...], value: jax.Array, vector: int, interpret: bool) -> None:
+    """Writes the contiguous channels `ref[index]`: the inverse of `load`."""
+    if interpret:
+        ref[index] = value
+        return
+    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=vector)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def write(_: Any, run: Any, values: Any) -> None:
+        for number, pointer in enumerate(_thread_pointers(run, (value.shape[0], 1), vector)):
+            llvm.store(values.registers[number], pointer)
+
+    write(ref.at[index], value)
+
+
+def store_zeros(ref: Any, index: tuple[Any, ...], channels: int, vector: int, interpret: bool) -> None:
+    """Writes zeros to the contiguous channels `ref[index]`."""
+    if interpret:
+        ref[index] = jnp.zeros((channels,), ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def write(_: Any, run: Any) -> None:
+        kind = _vector_type(vector, ir.MemRefType(run.type).element_type)
+        zero = llvm.mlir_zero(kind)
+        for pointer in _thread_pointers(run, (channels, 1), vector):
+            llvm.store(zero, pointer)
+
+    write(ref.at[index])
+
+
+def silu(value: jax.Array, vector: int, interpret: bool) -> jax.Array:
+    """value * sigmoid(value) in float32 to about 2^-21: for results that are rounded to 16 bits.
+
+    The exact exponential and division take more instructions than everything else in the kernel together, enough to
+    keep it from the memory limit; the hardware's approximations take five.
+    """
+    if interpret:
+        return value * jax.nn.sigmoid(value)
+    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=vector)
+    kind = plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=kind)
+    def apply(_: Any, values: Any) -> Any:
+        f32 = ir.F32Type.get()
+        assembly = """{
+            .reg .f32 e;
+            mul.f32 e, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 e, e;
+            mul.f32 $0, $1, e;
+        }"""  # 0fBFB8AA3B is -log2(e)
+
+        def one(element: Any) -> Any:
+            return llvm.inline_asm(f32, [element], assembly, "=f,f", has_side_effects=False)
+
+        registers = [
+            _vector([one(_extract(register, lane)) for lane in range(vector)]) for register in values.registers
+        ]
+        return _fragment(registers, layout)
+
+    return apply(value)
+
+
+def load_tile(ref: Any, index: tuple[Any, ...], shape: tuple[int, int], interpret: bool) -> jax.Array:
+    """Reads the strided (channel, column) tile `ref[index]` element by element, in the order its storage has."""
+    if interpret:
+        return ref[index]
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+    return plgpu.load(ref, index, layout=layout) if _IS_0_10 else plgpu.load(ref.at[index], layout=layout)
+
+
+def load_columns(
+    ref: Any, index: tuple[Any, ...], shape: tuple[int, int], vector: int, interpret: bool, *, read_only: bool = True
+) -> list[jax.Array]:
     """Reads the contiguous (channel, column) tile `ref[index]` and returns its columns, each `(channels,)`.
 
     A thread reads the whole columns of its `vector` neighbouring channels as full-width accesses and sorts them in
@@ -121,16 +204,14 @@ def load_columns(ref: Any, index: tuple[Any, ...], shape: tuple[int, int], vecto
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[of_column] * columns)
     def read(_: Any, tile: Any) -> list[Any]:
         element = ir.MemRefType(tile.type).element_type
-        registers = [np.empty((channels // (LANES * vector),), dtype=object) for _ in range(columns)]
-        for number, pointer in enumerate(_thread_pointers(tile, shape, vector)):
-            wide = [
-                llvm.load(_vector_type(vector, element), _offset(pointer, k * vector, element)) for k in range(columns)
-            ]
+        registers: list[list[Any]] = [[] for _ in range(columns)]
+        for pointer in _thread_pointers(tile, shape, vector):
+            places = [_offset(pointer, k * vector, element) for k in range(columns)]
+            wide = [_load_vector(place, vector, element, read_only) for place in places]
             flat = [_extract(value, lane) for value in wide for lane in range(vector)]
             for column in range(columns):
-                registers[column][number] = _vector([flat[lane * columns + column] for lane in range(vector)])
-        fragment = mgpu.FragmentedArray
-        return [fragment(_registers=one, _layout=layout.to_mgpu(), _is_signed=None) for one in registers]
+                registers[column].append(_vector([flat[lane * columns + column] for lane in range(vector)]))
+        return [_fragment(one, layout) for one in registers]
 
     return read(ref.at[index])
 
@@ -192,6 +273,44 @@ def _thread_pointers(tile: Any, shape: tuple[int, int], vector: int) -> Iterator
         yield mgpu.utils.getelementptr(base, [arith.index_cast(i64, offset)], element)
 
 
+def _load_vector(pointer: Any, vector: int, element: Any, read_only: bool) -> Any:
+    """`vector` elements at `pointer`, in accesses of up to 16 bytes.
+
+    Written as assembly, because the compiler would move an ordinary load down into the branch that uses it, behind the
+    fetch of the slot number that decides the branch; issued here, the two latencies overlap.
+    """
+    i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+    cache = ".nc" if read_only else ""
+    num_bytes = vector * mgpu.utils.bitwidth(element) // 8
+    if num_bytes == 2:
+        half = llvm.inline_asm(i16, [pointer], f"ld.global{cache}.b16 $0, [$1];", "=h,l", has_side_effects=True)
+        return _bitcast(_vector([half]), vector, element)
+    words = []
+    for first in range(0, num_bytes, VECTOR_BYTES):
+        count = min(VECTOR_BYTES, num_bytes - first) // 4
+        place = _offset(pointer, first, ir.IntegerType.get_signless(8))
+        names = ", ".join(f"${number}" for number in range(count))
+        width = f".v{count}" if count > 1 else ""
+        target = f"{{{names}}}" if count > 1 else names
+        kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>") if count > 1 else i32
+        outputs = ",".join(["=r"] * count)
+        assembly = f"ld.global{cache}{width}.b32 {target}, [${count}];"
+        value = llvm.inline_asm(kind, [place], assembly, f"{outputs},l", has_side_effects=True)
+        words += [llvm.extractvalue(i32, value, [number]) for number in range(count)] if count > 1 else [value]
+    return _bitcast(_vector(words), vector, element)
+
+
+def _bitcast(value: Any, vector: int, element: Any) -> Any:
+    return llvm.bitcast(_vector_type(vector, element), value)
+
+
+def _fragment(registers: Sequence[Any], layout: Any) -> Any:
+    """Registers of one thread as an array in `layout`."""
+    array = np.empty((len(registers),), dtype=object)
+    array[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=layout.to_mgpu(), _is_signed=None)
+
+
 def _offset(pointer: Any, elements: int, element: Any) -> Any:
     return mgpu.utils.getelementptr(pointer, [elements], element)
 
@@ -239,7 +358,10 @@ def call_in_place(
     parameters = _interpret_parameters(interpret)
 
     refs = tuple(_new_ref(array, interpret) for array in updated)
-    made: Any = pl.kernel(body, out_type=fresh, mesh=mesh, name=name, interpret=parameters)(inputs, *refs)
+    # No barriers between accesses: the threads of a block share nothing, each reads and writes its own channels only.
+    compiler = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    run: Any = pl.kernel(body, out_type=fresh, mesh=mesh, name=name, compiler_params=compiler, interpret=parameters)
+    made = run(inputs, *refs)
     return (*(jax.freeze(ref) for ref in refs), *(made or ()))
 
 

@@ -52,7 +52,8 @@ FULL_GRID = tuple(_grid(itertools.product((2, 3, 4, 5, 7), (1, 2, 3, 4, 5, 7, 8,
 SMALL_GRID = tuple(_grid(((2, 3), (3, 1), (4, 3), (5, 2), (7, 3)), (128, 128, 128, 384)))
 
 
-def _id(value: object) -> str | None:
+def spec_id(value: object) -> str | None:
+    """Short name of a geometry in test ids; None leaves other parameters to pytest."""
     if not isinstance(value, ConvCacheSpec):
         return None
     s = value
@@ -66,7 +67,7 @@ def on_grid() -> pytest.MarkDecorator:
         for name, marks in adapters.PATHS.items()
         for spec in (FULL_GRID if name in adapters.FAST else SMALL_GRID)
     ]
-    return pytest.mark.parametrize(("path", "spec"), every, indirect=["path"], ids=_id)
+    return pytest.mark.parametrize(("path", "spec"), every, indirect=["path"], ids=spec_id)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

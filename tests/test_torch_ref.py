@@ -168,7 +168,7 @@ def test_layout_agrees_with_the_other_package() -> None:
     names += ["state_columns", "num_columns", "first_token_column", "item_bytes", "state_bytes", "windows_bytes"]
     names += ["dense_windows_bytes", "slot_bytes", "row_bytes", "state_len", "dtype"]
     for width, tokens, order, storage, extra in itertools.product((2, 3, 5), (1, 3, 8), ORDERS, STORAGES, (0, 1)):
-        arguments = (3, 7, 5, 6, width, tokens, "float16", order, storage, width - 1 + extra)
+        arguments: Any = (3, 7, 5, 6, width, tokens, "float16", order, storage, width - 1 + extra)
         ours, theirs = ConvCacheSpec(*arguments), jax_layout.ConvCacheSpec(*arguments)
         for name in names:
             assert getattr(ours, name) == getattr(theirs, name), name
@@ -259,8 +259,8 @@ def test_verify_equals_the_definition(backend: Backend, case: Any, order: Any, s
     has_bias = width % 2 == 0
     on = [t.to(backend.device, copy=True) for t in (x, state, windows, weight, bias)]
     y, returned = torch_ref.causal_conv1d_verify(
-        *on[:4], on[4] if has_bias else None, spec=spec, state_indices=slots, layer=1, window_rows=rows,
-        num_valid_tokens=valid, null_slot=0, implementation=backend.implementation,
+        on[0], on[1], on[2], on[3], on[4] if has_bias else None, spec=spec, state_indices=slots, layer=1,
+        window_rows=rows, num_valid_tokens=valid, null_slot=0, implementation=backend.implementation,
     )  # fmt: skip
     assert returned is on[2]
     assert_same_bits(on[1], state)
@@ -389,28 +389,21 @@ def test_layer_index_as_a_tensor(backend: Backend, order: Any) -> None:
 
 
 def test_x_and_weight_of_any_strides(backend: Backend) -> None:
-    state, windows = normal(SPEC.state_shape, torch.bfloat16, 1), poisoned(SPEC.windows_shape, SPEC)
-    x, weight, bias = (
-        normal((4, 3, 5), torch.bfloat16, 2),
-        normal((5, 4), torch.float16, 3),
-        normal(5, torch.float32, 4),
-    )
+    device = backend.device
+    x, state = normal((4, 3, 5), torch.bfloat16, 1, device), normal(SPEC.state_shape, torch.bfloat16, 2, device)
+    weight, bias = normal((5, 4), torch.float16, 3, device), normal((5,), torch.float32, 4, device)
     outcomes = []
     for strided in (False, True):
         if strided:
             x = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
             weight = weight.T.contiguous().T
-            bias = torch.stack([bias, bias], dim=1)[:, 0]
-        on = [
-            t.clone(memory_format=torch.preserve_format).to(backend.device, copy=True)
-            for t in (x, state, windows, weight)
-        ]
+            bias = torch.stack([bias, bias + 1], dim=1)[:, 0]
+            assert (x.stride(), weight.stride(), bias.stride()) == ((3, 1, 12), (1, 5), (2,))
         y, after = torch_ref.causal_conv1d_verify(
-            on[0], on[1], on[2], on[3], bias.to(backend.device, copy=True), spec=SPEC, state_indices=[0, 3, 1, 2], layer=1,
-            implementation=backend.implementation,
+            x, state, poisoned(SPEC.windows_shape, SPEC, device), weight, bias, spec=SPEC, layer=1,
+            state_indices=[0, 3, 1, 2], implementation=backend.implementation,
         )  # fmt: skip
         outcomes.append((y, after))
-    assert x.stride() == (3, 1, 12)
     assert_same_bits(outcomes[0][0], outcomes[1][0])
     assert_same_bits(outcomes[0][1], outcomes[1][1])
 
@@ -461,9 +454,9 @@ def test_free_layer_and_slot_strides(backend: Backend, order: Any, storage: Any,
     state = normal(spec.state_shape, torch.bfloat16, 1, backend.device)
     windows = normal(spec.windows_shape, torch.bfloat16, 2, backend.device)
     x, weight = normal((4, 3, 7), torch.bfloat16, 3, backend.device), normal((7, 4), torch.float32, 4, backend.device)
-    slots, how = [10, 3, -1, 0], {"spec": spec, "implementation": backend.implementation}
-    pools, buffers, ys = [], [], []
+    slots, pools, buffers, ys = [10, 3, -1, 0], [], [], []
     for strided in (False, True):
+        how: dict[str, Any] = {"spec": spec, "implementation": backend.implementation if strided else "eager"}
         pool, buffer = state.clone(), windows.clone()
         if strided:
             pool = envelope(pool, spec, layers_inside=layers_inside)
@@ -478,7 +471,7 @@ def test_free_layer_and_slot_strides(backend: Backend, order: Any, storage: Any,
         ys.append(torch.cat([y, y1[:, None], y2], dim=1))
     assert_same_bits(pools[1], pools[0])
     assert_same_bits(buffers[1], buffers[0])
-    assert_same_bits(ys[1], ys[0])
+    torch.testing.assert_close(ys[1], ys[0], rtol=2**-7, atol=2**-20)  # the two may round to neighbours
     for tensor in (pools[1], buffers[1]):  # every gap still holds its poison
         memory = whole_memory(tensor)
         bits(tensor).fill_(POISON["bfloat16"])
@@ -683,9 +676,14 @@ def test_null_slot_conventions(backend: Backend) -> None:
     state, windows = scrambled(SPEC.state_shape, SPEC, 1), scrambled(SPEC.windows_shape, SPEC, 2)
     for null_slot, live in ((0, []), (None, [(0, 0, 1)]), (-1, [(0, 0, 1)]), (2**40, [(0, 0, 1)])):
         pool = torch_ref.commit_conv_state(
-            state.to(backend.device, copy=True), windows.to(backend.device, copy=True), [0, -1, 4], [1, 1, 2], spec=SPEC,
-            null_slot=null_slot, implementation=backend.implementation,
-        )  # fmt: skip
+            state.to(backend.device, copy=True),
+            windows.to(backend.device, copy=True),
+            [0, -1, 4],
+            [1, 1, 2],
+            spec=SPEC,
+            null_slot=null_slot,
+            implementation=backend.implementation,
+        )
         assert_same_bits(pool, committed(state, windows, SPEC, [*live, (4, 2, 2)]))
 
 
@@ -695,10 +693,18 @@ def test_track_is_a_second_destination(backend: Backend, order: Any, storage: An
     spec = changed(axis_order=order, storage=storage)
     state, windows = scrambled(spec.state_shape, spec, 1), scrambled(spec.windows_shape, spec, 2)
     pool = torch_ref.commit_conv_state(
-        state.to(backend.device, copy=True), windows.to(backend.device, copy=True), [1, 2, 0, 4, -1, 5], [3, 0, 2, 1, 1, 3], spec=spec,
-        window_rows=[8, 7, 6, 5, 4, 3], num_valid_tokens=[3, 3, 3, 2, 3, 3], null_slot=0,
-        track_indices=[6, 7, 8, 9, 10, 0], track_num_tokens=[1, 2, 0, 3, 3, 1], implementation=backend.implementation,
-    )  # fmt: skip
+        state.to(backend.device, copy=True),
+        windows.to(backend.device, copy=True),
+        [1, 2, 0, 4, -1, 5],
+        [3, 0, 2, 1, 1, 3],
+        spec=spec,
+        window_rows=[8, 7, 6, 5, 4, 3],
+        num_valid_tokens=[3, 3, 3, 2, 3, 3],
+        null_slot=0,
+        track_indices=[6, 7, 8, 9, 10, 0],
+        track_num_tokens=[1, 2, 0, 3, 3, 1],
+        implementation=backend.implementation,
+    )
     live = [(1, 8, 3), (4, 5, 1), (5, 3, 3)]
     tracked = [(6, 8, 1), (7, 7, 2), (10, 4, 3)]  # row 2 has n = 0, row 3 asks for more than its valid tokens
     assert_same_bits(pool, committed(state, windows, spec, live + tracked))
@@ -944,6 +950,12 @@ ERRORS = [
         {"state_indices": ZEROS(2, dtype=torch.int32, device="meta")},
         f"`state_indices`: expected device cpu, got meta. {SHARED}",
     ),
+    (
+        "verify",
+        {"conv_windows": ZEROS(SPEC.windows_shape, dtype=torch.bfloat16, device="meta")},
+        f"`conv_windows`: expected device cpu, got meta. {SHARED}",
+    ),
+    ("verify", {"x": ZEROS(2, 3, 5, device="meta")}, f"`x`: expected device cpu, got meta. {SHARED}"),
     (
         "gather",
         {"num_accepted_tokens": [[1, 2]]},

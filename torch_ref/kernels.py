@@ -62,32 +62,21 @@ def _narrow(b_x, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 @triton.jit
 def _copy_window(
+    # inputs
     p_windows,
+    # outputs
     p_state,
-    p_slots,
-    p_rows,
-    p_accepted,
-    p_valid,
-    i_b,
-    i_l,
-    i_n,
-    num_slots,
-    num_rows,
-    null_slot,
-    length,
-    stride_window_layer,
-    stride_window_row,
-    stride_window_token,
-    stride_state_layer,
-    stride_state_slot,
-    HAS_ROWS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    HAS_NULL: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    RUN: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    # inputs: one int32 for each request
+    p_slots, p_rows, p_accepted, p_valid,
+    # place of the program
+    i_b, i_l, i_n,
+    # sizes, and strides in elements
+    num_slots, num_rows, null_slot, length, stride_window_layer, stride_window_row, stride_window_token,
+    stride_state_layer, stride_state_slot,
+    # constants
+    HAS_ROWS: tl.constexpr, HAS_VALID: tl.constexpr, HAS_NULL: tl.constexpr, NUM_TOKENS: tl.constexpr,
+    RUN: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Block i_n of one window: element o of a slot is element (o // RUN) * PITCH + o % RUN of the row.
 
     A window that is contiguous in the row has RUN = PITCH. A sliding channel_major row interleaves: RUN = S columns of
@@ -120,34 +109,19 @@ def _copy_window(
 
 @triton.jit
 def commit_kernel(
+    # inputs
     p_windows,
+    # outputs
     p_state,
-    p_slots,
-    p_rows,
-    p_accepted,
-    p_valid,
-    p_track_slots,
-    p_track_accepted,
-    num_layers,
-    num_blocks,
-    num_slots,
-    num_rows,
-    null_slot,
-    length,
-    stride_window_layer,
-    stride_window_row,
-    stride_window_token,
-    stride_state_layer,
-    stride_state_slot,
-    HAS_ROWS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    HAS_NULL: tl.constexpr,
-    HAS_TRACK: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    RUN: tl.constexpr,
-    PITCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    # inputs: one int32 for each request
+    p_slots, p_rows, p_accepted, p_valid, p_track_slots, p_track_accepted,
+    # sizes, and strides in elements
+    num_layers, num_blocks, num_slots, num_rows, null_slot, length, stride_window_layer, stride_window_row,
+    stride_window_token, stride_state_layer, stride_state_slot,
+    # constants
+    HAS_ROWS: tl.constexpr, HAS_VALID: tl.constexpr, HAS_NULL: tl.constexpr, HAS_TRACK: tl.constexpr,
+    NUM_TOKENS: tl.constexpr, RUN: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program copies one block of one window, and the same block of the tracked window."""
     i_p = tl.program_id(0)
     i_n = i_p % num_blocks
@@ -155,32 +129,13 @@ def commit_kernel(
     i_b = i_p // num_blocks // num_layers
     for i_set in tl.static_range(1 + HAS_TRACK):
         _copy_window(
-            p_windows,
-            p_state,
-            p_track_slots if i_set else p_slots,
-            p_rows,
-            p_track_accepted if i_set else p_accepted,
-            p_valid,
-            i_b,
-            i_l,
-            i_n,
-            num_slots,
-            num_rows,
-            null_slot,
-            length,
-            stride_window_layer,
-            stride_window_row,
-            stride_window_token,
-            stride_state_layer,
-            stride_state_slot,
-            HAS_ROWS,
-            HAS_VALID,
-            HAS_NULL,
-            NUM_TOKENS,
-            RUN,
-            PITCH,
-            BLOCK,
-        )
+            p_windows, p_state,
+            p_track_slots if i_set else p_slots, p_rows, p_track_accepted if i_set else p_accepted, p_valid,
+            i_b, i_l, i_n,
+            num_slots, num_rows, null_slot, length,
+            stride_window_layer, stride_window_row, stride_window_token, stride_state_layer, stride_state_slot,
+            HAS_ROWS, HAS_VALID, HAS_NULL, NUM_TOKENS, RUN, PITCH, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -286,56 +241,23 @@ def _store_pieces(
 
 @triton.jit
 def verify_kernel(
-    p_x,
-    p_state,
-    p_weight,
-    p_bias,
-    p_layer,
-    p_slots,
-    p_rows,
-    p_valid,
-    p_windows,
-    p_y,
-    num_layers,
-    num_blocks,
-    num_slots,
-    num_rows,
-    null_slot,
-    conv_dim,
-    stride_x_request,
-    stride_x_token,
-    stride_x_channel,
-    stride_state_layer,
-    stride_state_slot,
-    stride_window_layer,
-    stride_window_row,
+    # inputs
+    p_x, p_state, p_weight, p_bias, p_layer, p_slots, p_rows, p_valid,
+    # outputs
+    p_windows, p_y,
+    # sizes, and strides in elements
+    num_layers, num_blocks, num_slots, num_rows, null_slot, conv_dim, stride_x_request, stride_x_token,
+    stride_x_channel, stride_state_layer, stride_state_slot, stride_window_layer, stride_window_row,
     stride_window_token,
-    STRIDE_WEIGHT_CHANNEL: tl.constexpr,
-    STRIDE_WEIGHT_TAP: tl.constexpr,
-    STRIDE_BIAS: tl.constexpr,
-    HAS_LAYER: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    HAS_NULL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    SLIDING: tl.constexpr,
-    TIME_MAJOR: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
-    WEIGHT_DTYPE: tl.constexpr,
-    BIAS_DTYPE: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_PIECES: tl.constexpr,
-    PIECE_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STATE_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-    BLOCK_PIECE: tl.constexpr,
-    BY_HAND: tl.constexpr,
-):
+    # constants
+    STRIDE_WEIGHT_CHANNEL: tl.constexpr, STRIDE_WEIGHT_TAP: tl.constexpr, STRIDE_BIAS: tl.constexpr,
+    HAS_LAYER: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_VALID: tl.constexpr, HAS_NULL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, IN_PLACE: tl.constexpr, SLIDING: tl.constexpr,
+    TIME_MAJOR: tl.constexpr, X_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr, WEIGHT_DTYPE: tl.constexpr,
+    BIAS_DTYPE: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_PIECES: tl.constexpr, PIECE_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, STATE_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAPS: tl.constexpr,
+    BLOCK_PIECE: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
     """One program takes one block of channels of one request through all its tokens.
 
     A skipped request runs through with every access but y's masked off: 0 valid tokens, no state, nothing to write.

@@ -43,7 +43,7 @@ def live_requests(
     checks = []
     if slots is not None:
         checks.append((slots >= 0) & (slots < spec.num_slots))
-        if null_slot is not None:
+        if null_slot is not None and 0 <= null_slot < spec.num_slots:  # a larger one would wrap in the comparison
             checks.append(slots != null_slot)
     if rows is not None:
         checks.append((rows >= 0) & (rows < spec.max_requests))

@@ -7,7 +7,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jax_impl.layout import AXIS_ORDERS
+from jax_impl.layout import AXIS_ORDERS, AxisOrder
 
 OPERATIONS = ("commit", "verify")
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     wanted = arguments.operations or ["all"]
     operations = OPERATIONS if "all" in wanted else tuple(dict.fromkeys(wanted))
+    orders: list[AxisOrder] = arguments.axis_order
     unknown = [name for name in operations if name not in OPERATIONS]
     if unknown:
         print(f"bench: expected {', '.join(OPERATIONS)} or all, got {', '.join(unknown)}.", file=sys.stderr)
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if all(checked) else 1
     preset = presets.get_preset(arguments.preset)
     rows = []
-    for name, order, tokens in itertools.product(operations, arguments.axis_order, arguments.draft_tokens):
+    cases: Any = itertools.product(operations, orders, arguments.draft_tokens)
+    for name, order, tokens in cases:
         spec = preset.spec(
             num_slots=arguments.slots,
             max_requests=BUFFER_ROWS,

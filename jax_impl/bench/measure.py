@@ -1,6 +1,7 @@
 """One measured point after another, and the comparison that comes before them."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,23 +75,22 @@ def check(point: Point) -> bool:
 def measure(operation: str, spec: ConvCacheSpec, batches: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     """One row per batch size; arrays of one geometry are shared by its batch sizes."""
     cache = subjects.random_cache(spec)
-    with_torch = importlib.util.find_spec("torch") is not None
-    twin = subjects.torch_cache(spec) if with_torch else None
+    twin = subjects.torch_cache(spec) if importlib.util.find_spec("torch") is not None else None
     for batch in batches:
-        calls = max(spec.num_layers, 240 // max(1, batch)) if operation == "verify" else max(4, 64 // batch)
+        # At small batches more distinct calls, so that together they touch more than the cache holds.
+        calls = spec.num_layers * (4 if batch < 8 else 1) if operation == "verify" else max(4, 64 // max(1, batch))
         case = subjects.Case(spec, batch, calls)
         num_bytes = case.commit_bytes if operation == "commit" else case.verify_bytes
         ours = subjects.jax_commit if operation == "commit" else subjects.jax_verify
-        theirs = subjects.torch_commit if operation == "commit" else subjects.torch_verify
-        makers: dict[str, Callable[[int], subjects.Runner]] = {
-            "pallas": lambda n, ours=ours, case=case: ours(case, cache, "pallas", n),
-            "xla": lambda n, ours=ours, case=case: ours(case, cache, "xla", n),
+        makers: dict[str, tuple[int, Callable[[], subjects.Runner]]] = {
+            name: (calls * subjects.LOOPS, functools.partial(ours, case, cache, name)) for name in ("pallas", "xla")
         }
-        if with_torch:
+        if twin is not None:
+            theirs = subjects.torch_commit if operation == "commit" else subjects.torch_verify
             makers |= {
-                "triton": lambda n, theirs=theirs, case=case: theirs(case, twin, n),
-                "copy_driver": lambda n, size=num_bytes: subjects.torch_copy(size, n, kernel=False),
-                "copy_kernel": lambda n, size=num_bytes: subjects.torch_copy(size, n, kernel=True),
+                "triton": (calls, functools.partial(theirs, case, twin)),
+                "copy_driver": (calls, functools.partial(subjects.torch_copy, num_bytes, calls, kernel=False)),
+                "copy_kernel": (calls, functools.partial(subjects.torch_copy, num_bytes, calls, kernel=True)),
             }
         row: dict[str, Any] = {
             "operation": operation,
@@ -104,8 +104,8 @@ def measure(operation: str, spec: ConvCacheSpec, batches: list[int], repeats: in
             "batch": batch,
             "bytes": num_bytes,
         }
-        for name, make in makers.items():
-            row[name] = timing.marginal_us(make(calls), make(2 * calls), calls, repeats)
+        for name, (made, make) in makers.items():
+            row[name] = timing.marginal_us(make(), made, repeats)
         yield row
 
 

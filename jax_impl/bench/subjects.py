@@ -1,7 +1,8 @@
-"""What is measured: each function returns a runner that makes `calls` calls and waits for the device.
+"""What is measured: each function returns a runner; `runner(rounds)` makes `rounds * calls` calls and waits for them.
 
 Calls rotate over slots, buffer rows and inputs, so that no call finds its data in the cache unless the whole working
-set fits there. Lists instead of stacked arrays keep slicing kernels out of the measured run.
+set fits there. Lists instead of stacked arrays keep slicing kernels out of the measured run. A JAX round is one program
+that loops `LOOPS` times over its calls, so that the device always has work queued.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from jax_impl.commit import commit_conv_state
 from jax_impl.conv import ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
-Runner = Callable[[], None]
+Runner = Callable[[int], None]
+LOOPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Case:
 
     spec: ConvCacheSpec
     batch: int
-    calls: int
+    calls: int  # distinct calls, made in turn
     seed: int = 0
 
     @property
@@ -60,13 +62,12 @@ def random_cache(spec: ConvCacheSpec, seed: int = 0) -> ConvCache:
     return ConvCache(make(state, spec.state_shape, spec.dtype), make(windows, spec.windows_shape, spec.dtype), spec)
 
 
-def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementation, calls: int) -> Runner:
-    """`calls` commits of all layers in one program, pool donated."""
-    slots, rows, accepted = (list(map(jnp.asarray, one)) for one in index_sets(case, calls))
+def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
+    """Commits of all layers, pool donated."""
+    slots, rows, accepted = (list(map(jnp.asarray, one)) for one in index_sets(case, case.calls))
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(pool: jax.Array, windows: jax.Array, slots: Any, rows: Any, accepted: Any) -> jax.Array:
-        for call in range(calls):
+    def commits(pool: jax.Array, windows: jax.Array, slots: Any, rows: Any, accepted: Any) -> jax.Array:
+        for call in range(case.calls):
             pool = commit_conv_state(
                 pool,
                 windows,
@@ -78,12 +79,22 @@ def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementati
             )
         return pool
 
-    pool = [jnp.copy(cache.conv_state)]
-    compiled = run.lower(pool[0], cache.conv_windows, slots, rows, accepted).compile()
+    return _looped(commits, jnp.copy(cache.conv_state), (cache.conv_windows, slots, rows, accepted))
 
-    def runner() -> None:
-        pool[0] = compiled(pool[0], cache.conv_windows, slots, rows, accepted)
-        pool[0].block_until_ready()
+
+def _looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...]) -> Runner:
+    """A runner of a program that applies `body` LOOPS times to `carried`, which is donated from round to round."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(carried: Any, *arguments: Any) -> Any:
+        return jax.lax.fori_loop(0, LOOPS, lambda _, value: body(value, *arguments), carried)
+
+    compiled, held = run.lower(carried, *arguments).compile(), [carried]
+
+    def runner(rounds: int) -> None:
+        for _ in range(rounds):
+            held[0] = compiled(held[0], *arguments)
+        jax.block_until_ready(held[0])
 
     return runner
 
@@ -97,15 +108,14 @@ def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], ConvWeight]:
     return x, ConvWeight(jax.random.normal(keys[0], (spec.width, spec.conv_dim), spec.dtype))
 
 
-def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation, calls: int) -> Runner:
-    """`calls` verifies, one layer each in turn, in one program, buffer donated."""
-    slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, calls))
-    x, weight = verify_inputs(case, calls)
+def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
+    """Verifies, one layer each in turn, buffer donated."""
+    slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, case.calls))
+    x, weight = verify_inputs(case, case.calls)
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def run(pool: Any, windows: Any, x: Any, weight: Any, slots: Any, rows: Any) -> Any:
-        outputs = []
-        for call in range(calls):
+    def verifies(carried: Any, pool: jax.Array, x: Any, weight: Any, slots: Any, rows: Any) -> Any:
+        windows, outputs = carried[0], []  # every y is carried too, or XLA would drop it
+        for call in range(case.calls):
             y, windows = causal_conv1d_verify(
                 x[call],
                 pool,
@@ -118,16 +128,10 @@ def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementati
                 implementation=implementation,
             )
             outputs.append(y)
-        return outputs, windows
+        return windows, outputs
 
-    windows = [jnp.copy(cache.conv_windows)]
-    compiled = run.lower(cache.conv_state, windows[0], x, weight, slots, rows).compile()
-
-    def runner() -> None:
-        _, windows[0] = compiled(cache.conv_state, windows[0], x, weight, slots, rows)
-        windows[0].block_until_ready()
-
-    return runner
+    carried = jnp.copy(cache.conv_windows), [jnp.zeros_like(one) for one in x]
+    return _looped(verifies, carried, (cache.conv_state, x, weight, slots, rows))
 
 
 def torch_cache(spec: ConvCacheSpec) -> tuple[Any, Any, Any]:
@@ -153,22 +157,23 @@ def _replayed(once: Callable[[int], Any], calls: int) -> Runner:
     with torch.cuda.graph(graph):
         kept.extend(once(call) for call in range(calls))
 
-    def runner() -> None:
-        graph.replay()
+    def runner(rounds: int) -> None:
+        for _ in range(rounds):
+            graph.replay()
         torch.cuda.synchronize()
 
     runner.kept = (graph, kept, once)  # type: ignore[attr-defined]  # what the graph reads and writes must outlive it
     return runner
 
 
-def torch_commit(case: Case, cache: Any, calls: int) -> Runner:
-    """`calls` Triton commits in one CUDA graph; `cache` comes from `torch_cache`."""
+def torch_commit(case: Case, cache: Any) -> Runner:
+    """Triton commits in one CUDA graph; `cache` comes from `torch_cache`."""
     import torch
 
     import torch_ref
 
     twin, state, windows = cache
-    slots, rows, accepted = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, calls))
+    slots, rows, accepted = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.calls))
     return _replayed(
         lambda call: torch_ref.commit_conv_state(
             state,
@@ -179,21 +184,21 @@ def torch_commit(case: Case, cache: Any, calls: int) -> Runner:
             window_rows=rows[call],
             implementation="triton",
         ),
-        calls,
+        case.calls,
     )
 
 
-def torch_verify(case: Case, cache: Any, calls: int) -> Runner:
-    """`calls` Triton verifies in one CUDA graph, one layer each in turn."""
+def torch_verify(case: Case, cache: Any) -> Runner:
+    """Triton verifies in one CUDA graph, one layer each in turn."""
     import torch
 
     import torch_ref
 
     twin, state, windows = cache
     spec = case.spec
-    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, calls))
+    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.calls))
     shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
-    x = [torch.randn(shape, device="cuda", dtype=state.dtype) for _ in range(calls)]
+    x = [torch.randn(shape, device="cuda", dtype=state.dtype) for _ in range(case.calls)]
     weight = torch.randn((spec.conv_dim, spec.width), device="cuda", dtype=state.dtype)
     return _replayed(
         lambda call: torch_ref.causal_conv1d_verify(
@@ -207,12 +212,12 @@ def torch_verify(case: Case, cache: Any, calls: int) -> Runner:
             window_rows=rows[call],
             implementation="triton",
         ),
-        calls,
+        case.calls,
     )
 
 
 def torch_copy(num_bytes: int, calls: int, *, kernel: bool) -> Runner:
-    """`calls` device copies that read and write `num_bytes` together, over buffers larger than the cache.
+    """Device copies that read and write `num_bytes` together, over buffers larger than the cache.
 
     `kernel` False is the driver's copy; True is an elementwise kernel that reads and writes the same bytes, which
     starts faster when there are few.
@@ -220,7 +225,7 @@ def torch_copy(num_bytes: int, calls: int, *, kernel: bool) -> Runner:
     import torch
 
     words = max(4, num_bytes // 8)
-    sets = min(calls, max(2, -(-512 * 2**20 // num_bytes)))
+    sets = min(calls, max(2, 512 * 2**20 // num_bytes))
     source = torch.randint(0, 2**31 - 1, (sets, words), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     if kernel:

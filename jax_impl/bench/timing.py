@@ -1,8 +1,8 @@
 """How times are taken, and what is recorded beside them.
 
-Device time is the marginal time of one call in a long run of calls that the device replays by itself: the run is
-timed with n and with 2n calls, and the difference is divided by n. What it costs to start the run cancels, the gap
-between two kernels of one graph does not. Every reference is timed the same way in the same run.
+Device time is the marginal time of one call in a long run that keeps the device busy (graphs replayed back to back):
+the run is timed with n and with 2n calls, and the difference is divided by n. What it costs to start the run cancels,
+the gap between two kernels of one graph does not. Every reference is timed the same way in the same run.
 """
 
 import datetime
@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+TARGET_SECONDS = 0.01  # of the shorter run, long enough that starting it does not show
+
 
 def quantiles(samples_us: Sequence[float]) -> dict[str, float]:
     """Median, p10 and p90 of microseconds, rounded to a nanosecond."""
@@ -28,23 +30,20 @@ def quantiles(samples_us: Sequence[float]) -> dict[str, float]:
     }
 
 
-def wall_us(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Microseconds of each of `repeats` runs; `run` returns after its work is done on the device."""
-    samples = []
-    for _ in range(repeats):
+def marginal_us(runner: Callable[[int], None], calls: int, repeats: int) -> dict[str, float]:
+    """Device time of one call; `runner(rounds)` makes `rounds * calls` of them and waits."""
+
+    def seconds(rounds: int) -> float:
         start = time.perf_counter()
-        run()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return samples
+        runner(rounds)
+        return time.perf_counter() - start
 
-
-def marginal_us(short: Callable[[], Any], long: Callable[[], Any], calls: int, repeats: int) -> dict[str, float]:
-    """Device time of one call: `short` makes `calls` of them, `long` makes twice as many."""
-    for run in (short, long, short, long):
-        run()
-    pairs = [(wall_us(short, 1)[0], wall_us(long, 1)[0]) for _ in range(repeats)]
+    seconds(2)
+    one = max(min(seconds(1) for _ in range(3)), 1e-6)
+    rounds = max(1, round(TARGET_SECONDS / one))
+    pairs = [(seconds(rounds), seconds(2 * rounds)) for _ in range(repeats)]
     floor = statistics.median(first for first, _ in pairs)
-    return quantiles([(second - floor) / calls for _, second in pairs])
+    return quantiles([(second - floor) * 1e6 / (rounds * calls) for _, second in pairs])
 
 
 def kernel_us(run: Callable[..., Any], arguments: Sequence[Any], iterations: int, name: str) -> dict[str, Any] | None:
@@ -82,7 +81,7 @@ def environment() -> dict[str, Any]:
         "driver": _driver_version(),
         "versions": versions,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "method": "marginal time of one call in a replayed run of n and 2n calls, rotating slots, rows and inputs",
+        "method": "marginal time of one call in runs of n and 2n replayed calls; rotating slots, rows and inputs",
     }
 
 

@@ -1,0 +1,211 @@
+"""The compiled GPU program without a GPU: commit is in place, alone and in loops, for every geometry.
+
+XLA and Mosaic compile for an H200 that is described by `h200_target.textproto`. That proves what the program is (aliases,
+memory, copies, custom calls), not what it computes; `test_gpu.py` does that on the card.
+"""
+
+import functools
+import importlib.metadata
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_impl import commit_conv_state, gather_windows
+from jax_impl.layout import ConvCacheSpec
+from tests.cases import DTYPES, both_orders, both_storages
+
+WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+
+@pytest.fixture(scope="module")
+def h200() -> Iterator[Any]:
+    """A mesh of one H200 that is not there, set as the target of everything that is traced."""
+    for wheel in WHEELS:
+        try:
+            importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{wheel} is not installed")
+    from jax.experimental import topologies
+
+    target = Path(__file__).with_name("h200_target.textproto").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=target, topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(np.asarray(topology.devices).reshape(1), ("x",))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def compiled(function: Callable[..., Any], mesh: Any, *shapes: tuple[tuple[int, ...], str], donate: Sequence[int] = (0,)) -> Any:
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in shapes]
+    return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+
+
+def arrays_of(spec: ConvCacheSpec, batch: int) -> list[tuple[tuple[int, ...], str]]:
+    return [(spec.state_shape, spec.dtype), (spec.windows_shape, spec.dtype), ((batch,), "int32"), ((batch,), "int32")]
+
+
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = \(?\w+\[([\d,]*)\][^=]*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
+
+
+def instructions(program: Any) -> list[tuple[str, int]]:
+    """(opcode, elements of its first result) of every instruction of the optimized module, fused ones too."""
+    text = program.as_text()
+    found = [(op, math.prod(int(n) for n in dims.split(",") if n)) for dims, op in INSTRUCTION.findall(text)]
+    assert ("parameter" in dict(found)) and len(found) >= 5, "the text of the module was not understood"
+    return found
+
+
+COPIES = {"copy", "copy-start", "convert", "all-gather", "all-gather-start", "transpose", "concatenate", "pad", "slice"}
+
+
+def assert_in_place(program: Any, spec: ConvCacheSpec) -> None:
+    """Aliases at least the pool, needs next to no memory besides, and moves no pool-sized array."""
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= spec.state_bytes
+    assert memory.temp_size_in_bytes < spec.state_bytes / 100
+    pool = math.prod(spec.state_shape)
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+
+
+def custom_calls(program: Any) -> list[str]:
+    return re.findall(r'custom_call_target="(mosaic[^"]*)"', program.as_text())
+
+
+def commit(spec: ConvCacheSpec, implementation: str) -> Callable[..., Any]:
+    return functools.partial(commit_conv_state, spec=spec, implementation=implementation)
+
+
+def alone(one: Callable[..., Any]) -> Callable[..., Any]:
+    return one
+
+
+def in_scan(one: Callable[..., Any]) -> Callable[..., Any]:
+    """Eight steps; the pool is the carry and the buffer is closed over."""
+
+    def steps(pool: Any, windows: Any, slots: Any, accepted: Any) -> Any:
+        return lax.scan(lambda carry, i: (one(carry, windows, slots + i, accepted), None), pool, jnp.arange(8))[0]
+
+    return steps
+
+
+def in_while(one: Callable[..., Any]) -> Callable[..., Any]:
+    """As many steps as the first count says."""
+
+    def steps(pool: Any, windows: Any, slots: Any, accepted: Any) -> Any:
+        def body(carry: Any) -> Any:
+            step, pool = carry
+            return step + 1, one(pool, windows, slots + step, accepted)
+
+        return lax.while_loop(lambda carry: carry[0] < accepted[0], body, (jnp.int32(0), pool))[1]
+
+    return steps
+
+
+@pytest.mark.parametrize("place", [alone, in_scan, in_while])
+@both_orders
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_is_one_launch_in_place(h200: Any, dtype: str, axis_order: Any, place: Any) -> None:
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 3, dtype, axis_order)
+    program = compiled(place(commit(spec, "pallas")), h200, *arrays_of(spec, 9))
+    assert_in_place(program, spec)
+    assert len(custom_calls(program)) == 1
+    assert f"specconv_commit_{axis_order}" in program.as_text()
+
+
+@pytest.mark.parametrize("place", [alone, in_scan, in_while])
+@both_orders
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_xla_form_is_in_place(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, axis_order: Any, place: Any
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # copies are of integers there
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 3, dtype, axis_order)
+    program = compiled(place(commit(spec, "xla")), h200, *arrays_of(spec, 9))
+    assert_in_place(program, spec)
+    assert not custom_calls(program)
+
+
+@both_orders
+@both_storages
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_all_arguments_at_once_are_still_in_place(h200: Any, axis_order: Any, storage: Any, implementation: str) -> None:
+    """Rows, valid tokens, a null slot and a track set in one launch; one layer's pool and a list of layers too."""
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 3, "bfloat16", axis_order, storage)
+
+    def step(pool: Any, windows: Any, slots: Any, accepted: Any, rows: Any, valid: Any) -> Any:
+        return commit_conv_state(
+            pool, windows, slots, accepted, spec=spec, window_rows=rows, num_valid_tokens=valid, null_slot=0,
+            track_indices=slots, track_num_tokens=valid, implementation=implementation,
+        )
+
+    more = [((9,), "int32")] * 2
+    program = compiled(step, h200, *arrays_of(spec, 9), *more)
+    assert_in_place(program, spec)
+    assert len(custom_calls(program)) == (implementation == "pallas")
+    layers = [(shape[1:], dtype) for shape, dtype in arrays_of(spec, 9)[:2]]
+    program = compiled(step, h200, *layers, *arrays_of(spec, 9)[2:], *more)
+    assert program.memory_analysis().alias_size_in_bytes >= spec.state_bytes // 6
+
+
+def test_a_pool_that_is_not_donated_is_copied(h200: Any) -> None:
+    """What the detector is for: without donation the same step needs a copy, and the checks see it."""
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 3)
+    program = compiled(commit(spec, "pallas"), h200, *arrays_of(spec, 9), donate=())
+    assert program.memory_analysis().alias_size_in_bytes < spec.state_bytes
+    with pytest.raises(AssertionError):
+        assert_in_place(program, spec)
+    pool = math.prod(spec.state_shape)
+    assert [op for op, size in instructions(program) if op in COPIES and size >= pool] == ["copy"]
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 7])
+@both_orders
+def test_every_geometry_compiles(h200: Any, axis_order: Any, width: int) -> None:
+    """D = 1, 4, 17 in each dtype: nine conv groups that one call commits in nine launches."""
+    specs = tuple(
+        ConvCacheSpec(2, 7, 3, 128 * (1 + tokens % 3), width, tokens, dtype, axis_order)
+        for tokens, dtype in itertools.product((1, 4, 17), DTYPES)
+    )
+
+    def step(slots: Any, accepted: Any, *arrays: Any) -> Any:
+        return commit_conv_state(arrays[:9], arrays[9:], slots, accepted, spec=specs, implementation="pallas")
+
+    pools, windows = ([(getattr(spec, name), spec.dtype) for spec in specs] for name in ("state_shape", "windows_shape"))
+    program = compiled(step, h200, ((3,), "int32"), ((3,), "int32"), *pools, *windows, donate=range(2, 11))
+    assert len(custom_calls(program)) == 9
+    assert program.memory_analysis().alias_size_in_bytes >= sum(spec.state_bytes for spec in specs)
+
+
+@both_orders
+@pytest.mark.parametrize("state_len", [3, 4])
+@pytest.mark.parametrize("conv_dim", [128, 640, 8192])
+def test_every_block_size_compiles(h200: Any, axis_order: Any, state_len: int, conv_dim: int) -> None:
+    """Few requests take narrow blocks, many take wide ones: both batch sizes of a real model's stack."""
+    for batch in (1, 64):
+        spec = ConvCacheSpec(30, 65, 64, conv_dim, 4, 4, axis_order=axis_order, state_len=state_len)
+        program = compiled(commit(spec, "pallas"), h200, *arrays_of(spec, batch))
+        assert_in_place(program, spec)
+
+
+@both_orders
+def test_gather_reads_windows_only(h200: Any, axis_order: Any) -> None:
+    """The result and nothing else is allocated: no rows are gathered whole."""
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 16, axis_order=axis_order)
+    program = compiled(
+        lambda windows, accepted: gather_windows(windows, accepted, spec=spec),
+        h200, *arrays_of(spec, 9)[1:3], donate=(),
+    )
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes == 6 * 9 * spec.slot_bytes
+    assert memory.temp_size_in_bytes < spec.windows_bytes / 100
