@@ -19,6 +19,9 @@ from jax_impl import checks, runs
 from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.windows import live_slot, live_window, row_array, take_windows
 
+# Bytes of one thread per run of channels. Nothing but copies: the widest access needs the fewest instructions.
+THREAD_BYTES = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -233,7 +236,7 @@ def _commit_kernel(
     plan: _Plan,
 ) -> None:
     """One channel block of one destination in one layer; a skipped destination ends after a few scalar reads."""
-    from jax_impl.pallas_backend import grid_index, load, load_tile, span, store, when
+    from jax_impl.pallas_backend import grid_index, load_runs, load_tile, span, store_runs, when
 
     spec, batch, block, vector, interpret = (
         plan.spec,
@@ -257,35 +260,33 @@ def _commit_kernel(
     def _copy() -> None:
         layer = (grid_index("layer"),) if plan.stacked else ()
         channels = span(grid_index("block") * block, block)
-        windows = inputs["windows_in"]
+        entry = (*layer, slot)
         first = accepted - 1
+        dense = spec.storage == "dense"
+        source = (*layer, row, first) if dense else (*layer, row)
+        columns = span(0 if dense else first, spec.state_columns)
+        everything = span(0, spec.state_columns)
         if spec.axis_order == "channel_major":
-            columns = span(first, spec.state_columns)
-            source = (row, channels, columns) if spec.storage == "sliding" else (row, first, channels, slice(None))
             shape = (block, spec.state_columns)
-            window = load_tile(windows, (*layer, *source), shape, interpret)
-            conv_state_out[(*layer, slot, channels, slice(None))] = window
+            window = load_tile(inputs["windows_in"], (*source, channels, columns), shape, interpret)
+            conv_state_out[(*entry, channels, everything)] = window
             return
-        columns = []
-        for column in range(spec.state_columns):
-            source = (row, first + column) if spec.storage == "sliding" else (row, first, column)
-            columns.append(load(windows, (*layer, *source, channels), (block,), vector, interpret))
-        for column in range(spec.state_columns):
-            store(conv_state_out, (*layer, slot, column, channels), columns[column], vector, interpret)
+        shape = (spec.state_columns, block)
+        runs_read = load_runs(inputs["windows_in"], (*source, columns, channels), shape, vector, interpret)
+        store_runs(conv_state_out, (*entry, everything, channels), dict(enumerate(runs_read)), vector, interpret)
 
 
-def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes: int | None = None) -> jax.Array:
+def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes: int = THREAD_BYTES) -> jax.Array:
     """Launches the scatter: destinations × layers × channel blocks, all of them in one kernel.
 
-    `thread_bytes` overrides the block table, for tests and measurements.
+    `thread_bytes` is for tests and measurements.
     """
     from jax_impl import pallas_backend
 
     if call.batch == 0:
         return group.conv_state
-    spec, layers = group.spec, group.spec.num_layers if group.stacked else 1
-    destinations = call.batch * len(call.destinations)
-    block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, destinations * layers, thread_bytes)
+    spec = group.spec
+    block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, thread_bytes)
     (slots, accepted), *track = call.destinations
     inputs = {"windows_in": group.conv_windows, "slots_in": slots, "accepted_in": accepted}
     if track:

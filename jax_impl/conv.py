@@ -30,6 +30,10 @@ from jax_impl.windows import live_slot, row_array
 
 Activation = Literal["silu"]
 
+# Bytes of one thread per run of channels in the kernels. With 16, a thread keeps so many columns in registers that too
+# few threads are resident to hide the memory's latency; 8 gain nothing over 4 at any batch size.
+THREAD_BYTES = 4
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -525,83 +529,76 @@ def _conv_kernel(
     *,
     plan: _Plan,
 ) -> None:
-    """One channel block of one request: every load before the first store, each column stored once."""
-    from jax_impl.pallas_backend import grid_index, load, silu, span, store, store_zeros, when
+    """One channel block of one request: every load before the first store, each column stored once.
 
-    spec, tokens = plan.spec, plan.tokens
+    Nothing branches before the loads: a request that is skipped reads slot 0 instead and stores zeros to y only. So the
+    inputs and taps are in flight while the slot number is fetched, and the state follows at once.
+    """
+    from jax_impl.pallas_backend import grid_index, load_runs, span, store_runs, when
+
+    spec, tokens, how = plan.spec, plan.tokens, (plan.vector, plan.interpret)
     request, channels = grid_index("request"), span(grid_index("block") * plan.block, plan.block)
     slot = inputs["slots_in"][request]
     row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
     layer = (inputs["layer_in"][0],) if plan.stacked else ()
-    valid = inputs["valid_in"][request] if "valid_in" in inputs else jnp.int32(tokens)
-    live = live_slot(slot, plan.null_slot, spec=spec) & (valid >= 1) & (valid <= tokens)
+    valid = inputs["valid_in"][request] if "valid_in" in inputs else None
+    live = live_slot(slot, plan.null_slot, spec=spec)
+    if valid is not None:
+        live &= (valid >= 1) & (valid <= tokens)
     if not plan.advance:
         live &= (row >= 0) & (row < spec.max_requests)
     if layer:
         live &= (layer[0] >= 0) & (layer[0] < spec.num_layers)
+    safe_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer)
+    safe_slot = jnp.where(live, slot, jnp.int32(0))
 
-    def read(ref: Any, *index: Any) -> jax.Array:
-        return load(ref, (*index, channels), (plan.block,), plan.vector, plan.interpret)
+    def read(ref: Any, *place: Any, count: int) -> list[jax.Array]:
+        return load_runs(ref, (*place, span(0, count), channels), (count, plan.block), *how)
 
-    def activate(total: jax.Array) -> jax.Array:
-        if plan.activation == "silu" and plan.y_dtype != jnp.float32:
-            return silu(total, plan.vector, plan.interpret)
-        return _activate(total, plan.activation)
-
-    def store_zero(token: int) -> None:
-        store_zeros(y_out, (request, token, channels), plan.block, plan.vector, plan.interpret)
-
-    # These do not depend on the slot: in flight while it is fetched, they hide that latency.
-    fresh = [read(inputs["x_in"], request, token) for token in range(tokens)]
-    of_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer) if plan.stacked_weight else ()
-    taps = [read(inputs["taps_in"], *of_layer, tap) for tap in range(spec.width)]
-    bias = read(inputs["bias_in"], *of_layer) if "bias_in" in inputs else None
+    fresh = read(inputs["x_in"], request, count=tokens)
+    of_weight = safe_layer if plan.stacked_weight else ()
+    taps = read(inputs["taps_in"], *of_weight, count=spec.width)
+    bias = read(inputs["bias_in"], *of_weight, count=1)[0] if "bias_in" in inputs else None
+    state_in = columns_out if plan.advance else inputs["state_in"]
+    state = _load_state(state_in, (*safe_layer, safe_slot), channels, plan=plan)
+    columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
 
     @when(live)
-    def _convolve_block() -> None:
-        state_in = columns_out if plan.advance else inputs["state_in"]
-        state = _load_state(state_in, (*layer, slot), channels, plan=plan)
-        columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
-        totals = [activate(_weighted_sum(columns[token : token + spec.width], taps, bias)) for token in range(tokens)]
+    def _store_columns() -> None:
         if plan.advance:
             _store_entry(columns_out, (*layer, slot), channels, columns[-spec.state_columns :], None, plan=plan)
         else:
             shared = columns[len(columns) - spec.num_columns :]
-            partial = valid if "valid_in" in inputs else None
-            _store_row(columns_out, (*layer, row), channels, shared, partial, plan=plan)
-        for token in range(tokens):
-            y = totals[token].astype(plan.y_dtype)
+            _store_row(columns_out, (*layer, row), channels, shared, valid, plan=plan)
 
-            def _store_y(token: int = token, y: jax.Array = y) -> None:
-                store(y_out, (request, token, channels), y, plan.vector, plan.interpret)
+    outputs = {}
+    for token in range(tokens):
+        total = _weighted_sum(columns[token : token + spec.width], taps, bias)
+        y = _activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
+        kept = live if valid is None else live & (valid > token)
+        outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
+    store_runs(y_out, (request, span(0, tokens), channels), outputs, *how)
 
-            def _store_zero(token: int = token) -> None:
-                store_zero(token)
 
-            if "valid_in" in inputs and token > 0:
-                when(token < valid)(_store_y)
-                when(token >= valid)(_store_zero)
-            else:
-                _store_y()
+def _activate_in_kernel(total: jax.Array, *, plan: _Plan) -> jax.Array:
+    """The activation; in float32 it is exact, for results of 16 bits the hardware's approximation is enough."""
+    from jax_impl.pallas_backend import silu
 
-    @when(jnp.logical_not(live))
-    def _zero_block() -> None:
-        for token in range(tokens):
-            store_zero(token)
+    if plan.activation == "silu" and plan.y_dtype != jnp.float32:
+        return silu(total, plan.vector, plan.interpret)
+    return _activate(total, plan.activation)
 
 
 def _load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: _Plan) -> list[jax.Array]:
     """The slot's S columns of one channel block, each `(block,)`."""
-    from jax_impl.pallas_backend import load, load_columns
+    from jax_impl.pallas_backend import load_columns, load_runs, span
 
-    count = plan.spec.state_columns
+    count, how = plan.spec.state_columns, (plan.vector, plan.interpret)
+    everything, read_only = span(0, count), not plan.advance
     if plan.spec.axis_order == "channel_major":
-        index = (*place, channels, slice(None))
-        return load_columns(state_in, index, (plan.block, count), plan.vector, plan.interpret)
-    return [
-        load(state_in, (*place, column, channels), (plan.block,), plan.vector, plan.interpret)
-        for column in range(count)
-    ]
+        index, shape = (*place, channels, everything), (plan.block, count)
+        return load_columns(state_in, index, shape, *how, read_only=read_only)
+    return load_runs(state_in, (*place, everything, channels), (count, plan.block), *how, read_only=read_only)
 
 
 def _store_row(
@@ -616,50 +613,38 @@ def _store_row(
         _store_entry(windows_out, place, channels, shared, limit, plan=plan)
         return
     for token in range(plan.tokens):
-
-        def _store_window(token: int = token) -> None:
-            window = shared[token : token + spec.state_columns]
-            _store_entry(windows_out, (*place, token), channels, window, None, plan=plan)
-
+        window = shared[token : token + spec.state_columns]
+        store = functools.partial(_store_entry, windows_out, (*place, token), channels, window, None, plan=plan)
         if valid is None or token == 0:
-            _store_window()
+            store()
         else:
-            when(token < valid)(_store_window)
+            when(token < valid)(store)
 
 
 def _store_entry(
     columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: _Plan
 ) -> None:
     """Columns of one channel block at `place`, in the spec's axis order; with `limit` only the columns before it."""
-    from jax_impl.pallas_backend import store, store_column, store_columns, when
+    from jax_impl.pallas_backend import span, store_column, store_columns, store_runs, when
 
-    count = len(columns)
+    count, how = len(columns), (plan.vector, plan.interpret)
     if plan.spec.axis_order == "time_major":
-        for column in range(count):
-
-            def _store(column: int = column) -> None:
-                store(columns_out, (*place, column, channels), columns[column], plan.vector, plan.interpret)
-
-            # The first token is always valid, so only the columns after it can be beyond the limit.
-            if limit is None or column <= plan.spec.first_token_column:
-                _store()
-            else:
-                when(column < limit)(_store)
+        index = (*place, span(0, count), channels)
+        # The first token is always valid, so only the columns after it can be beyond the limit.
+        certain = count if limit is None else plan.spec.first_token_column + 1
+        store_runs(columns_out, index, dict(enumerate(columns[:certain])), *how)
+        for column in range(certain, count):
+            when(column < limit)(functools.partial(store_runs, columns_out, index, {column: columns[column]}, *how))
         return
-    index = (*place, channels, slice(None))
+    index = (*place, channels, span(0, count))
     if limit is None:
-        store_columns(columns_out, index, columns, plan.vector, plan.interpret)
+        store_columns(columns_out, index, columns, *how)
         return
-
-    @when(limit == count)
-    def _store_all() -> None:
-        store_columns(columns_out, index, columns, plan.vector, plan.interpret)
-
+    when(limit == count)(functools.partial(store_columns, columns_out, index, columns, *how))
     for column in range(count):
-
-        @when((limit < count) & (column < limit))
-        def _store_one(column: int = column) -> None:
-            store_column(columns_out, index, column, count, columns[column], plan.vector, plan.interpret)
+        when((limit < count) & (column < limit))(
+            functools.partial(store_column, columns_out, index, column, count, columns[column], *how)
+        )
 
 
 def _launch_conv(
@@ -669,7 +654,7 @@ def _launch_conv(
     *,
     advance: bool,
     interpret: bool,
-    thread_bytes: int | None,
+    thread_bytes: int,
 ) -> tuple[jax.Array, jax.Array]:
     from jax_impl import pallas_backend
 
@@ -677,10 +662,10 @@ def _launch_conv(
     if batch == 0:
         return jnp.zeros(call.x.shape, call.x.dtype), columns_out
     item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
-    block, vector = pallas_backend.block_of(dim, item_bytes, batch, thread_bytes)
+    block, vector = pallas_backend.block_of(dim, item_bytes, thread_bytes)
     inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps, **extra_inputs}
     if call.weight.bias is not None:
-        inputs["bias_in"] = call.weight.bias
+        inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
         inputs["layer_in"] = call.layer.reshape(1)
     plan = _Plan(
@@ -710,7 +695,7 @@ def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Pl
         inputs,
         (columns_out,),
         (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
-        grid={"block": dim // plan.block, "request": batch},
+        grid={"request": batch, "block": dim // plan.block},
         name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
         interpret=plan.interpret,
     )
@@ -725,9 +710,9 @@ def _verify_pallas(
     valid: jax.Array | None,
     *,
     interpret: bool,
-    thread_bytes: int | None = None,
+    thread_bytes: int = THREAD_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches verify over requests × channel blocks. `thread_bytes` overrides the block table, for measurements."""
+    """Launches verify over requests × channel blocks. `thread_bytes` is for tests and measurements."""
     extra = {"state_in": conv_state}
     if rows is not None:
         extra["rows_in"] = rows
@@ -737,7 +722,7 @@ def _verify_pallas(
 
 
 def _update_pallas(
-    call: _Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int | None = None
+    call: _Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the one-token step over requests × channel blocks, in place on the pool."""
     return _launch_conv(call, conv_state, {}, advance=True, interpret=interpret, thread_bytes=thread_bytes)

@@ -9,7 +9,7 @@ is the result; on a donated argument under `jit` that is the same buffer.
     JAX 0.11+  public parameters, refs without a memory space, `load` takes a view of the ref
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,6 @@ _IS_0_10 = jax.__version_info__ < (0, 11)
 MIN_COMPUTE_CAPABILITY = 9.0  # Hopper
 LANES = 128  # threads of a block; stores are not masked, so a block covers a multiple of this many channels
 VECTOR_BYTES = 16  # widest access of one thread
-FULL_GRID = 264  # blocks that keep 132 multiprocessors busy twice over
 
 when = pl.when
 span = pl.ds
@@ -91,57 +90,57 @@ def runs_here() -> bool:
     return float(getattr(jax.devices()[0], "compute_capability", "0.0")) >= MIN_COMPUTE_CAPABILITY
 
 
-def load(
-    ref: Any, index: tuple[Any, ...], shape: tuple[int], vector: int, interpret: bool, *, read_only: bool = True
-) -> jax.Array:
-    """Reads the contiguous channels `ref[index]` into registers, `vector` neighbouring ones a thread.
+def load_runs(
+    ref: Any, index: tuple[Any, ...], shape: tuple[int, int], vector: int, interpret: bool, *, read_only: bool = True
+) -> list[jax.Array]:
+    """Reads the (run, channel) tile `ref[index]` of runs of contiguous channels; each result is `(channels,)`.
 
-    `read_only` says that this kernel never writes the array, so that the read may go through the read-only cache.
+    `vector` neighbouring channels go to one thread. `read_only` says that this kernel never writes the array, so that
+    the read may go through the read-only cache.
     """
+    runs, channels = shape
     if interpret:
-        return ref[index]
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
+        tile = ref[index]
+        return [tile[run] for run in range(runs)]
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
+    of_run = plgpu.ShapeDtypeStruct((channels,), ref.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
-    )
-    def read(_: Any, run: Any) -> Any:
-        element = ir.MemRefType(run.type).element_type
-        pointers = _thread_pointers(run, (shape[0], 1), vector)
-        return _fragment([_load_vector(pointer, vector, element, read_only) for pointer in pointers], layout)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[of_run] * runs)
+    def read(_: Any, tile: Any) -> list[Any]:
+        kind = ir.MemRefType(tile.type)
+        pitch = kind.get_strides_and_offset()[0][0]
+        pointers = _thread_pointers(tile, channels, 1, vector)
+        return [
+            _fragment([_load(place, run * pitch, vector, kind.element_type, read_only) for place in pointers], layout)
+            for run in range(runs)
+        ]
 
     return read(ref.at[index])
 
 
-def store(ref: Any, index: tuple[Any, ...], value: jax.Array, vector: int, interpret: bool) -> None:
-    """Writes the contiguous channels `ref[index]`: the inverse of `load`."""
+def store_runs(ref: Any, index: tuple[Any, ...], values: Mapping[int, jax.Array], vector: int, interpret: bool) -> None:
+    """Writes some runs of the (run, channel) tile `ref[index]`, by their number in it; the inverse of `load_runs`."""
     if interpret:
-        ref[index] = value
+        for run, value in values.items():
+            ref[(*index[:-2], run, index[-1])] = value
         return
-    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=vector)
+    (channels,) = next(iter(values.values())).shape
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def write(_: Any, run: Any, values: Any) -> None:
-        for number, pointer in enumerate(_thread_pointers(run, (value.shape[0], 1), vector)):
-            llvm.store(values.registers[number], pointer)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(values)))
+    def write(_: Any, tile: Any, *fragments: Any) -> None:
+        for run, fragment in zip(values, fragments, strict=True):
+            for place, register in zip(_run_places(tile, channels, run, vector), fragment.registers, strict=True):
+                llvm.store(register, place)
 
-    write(ref.at[index], value)
+    write(ref.at[index], *values.values())
 
 
-def store_zeros(ref: Any, index: tuple[Any, ...], channels: int, vector: int, interpret: bool) -> None:
-    """Writes zeros to the contiguous channels `ref[index]`."""
-    if interpret:
-        ref[index] = jnp.zeros((channels,), ref.dtype)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def write(_: Any, run: Any) -> None:
-        kind = _vector_type(vector, ir.MemRefType(run.type).element_type)
-        zero = llvm.mlir_zero(kind)
-        for pointer in _thread_pointers(run, (channels, 1), vector):
-            llvm.store(zero, pointer)
-
-    write(ref.at[index])
+def _run_places(tile: Any, channels: int, run: int, vector: int) -> list[Any]:
+    """Where this thread's channels of one run begin in a (run, channel) tile; one place a register."""
+    kind = ir.MemRefType(tile.type)
+    pitch = kind.get_strides_and_offset()[0][0]
+    return [_offset(place, run * pitch, kind.element_type) for place in _thread_pointers(tile, channels, 1, vector)]
 
 
 def silu(value: jax.Array, vector: int, interpret: bool) -> jax.Array:
@@ -205,9 +204,8 @@ def load_columns(
     def read(_: Any, tile: Any) -> list[Any]:
         element = ir.MemRefType(tile.type).element_type
         registers: list[list[Any]] = [[] for _ in range(columns)]
-        for pointer in _thread_pointers(tile, shape, vector):
-            places = [_offset(pointer, k * vector, element) for k in range(columns)]
-            wide = [_load_vector(place, vector, element, read_only) for place in places]
+        for place in _thread_pointers(tile, channels, columns, vector):
+            wide = [_load(place, k * vector, vector, element, read_only) for k in range(columns)]
             flat = [_extract(value, lane) for value in wide for lane in range(vector)]
             for column in range(columns):
                 registers[column].append(_vector([flat[lane * columns + column] for lane in range(vector)]))
@@ -218,84 +216,76 @@ def load_columns(
 
 def store_columns(ref: Any, index: tuple[Any, ...], columns: Sequence[jax.Array], vector: int, interpret: bool) -> None:
     """Writes all columns of the contiguous (channel, column) tile `ref[index]`: the inverse of `load_columns`."""
-    shape = (columns[0].shape[0], len(columns))
     if interpret:
         ref[index] = jnp.stack(columns, axis=-1)
         return
-    layout = plgpu.Layout.WG_STRIDED((shape[0],), vec_size=vector)
+    (channels,) = columns[0].shape
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(columns)))
     def write(_: Any, tile: Any, *values: Any) -> None:
         element = ir.MemRefType(tile.type).element_type
-        for number, pointer in enumerate(_thread_pointers(tile, shape, vector)):
+        for number, place in enumerate(_thread_pointers(tile, channels, len(values), vector)):
             flat = [_extract(value.registers[number], lane) for lane in range(vector) for value in values]
             for k in range(len(values)):
-                llvm.store(_vector(flat[k * vector : (k + 1) * vector]), _offset(pointer, k * vector, element))
+                llvm.store(_vector(flat[k * vector : (k + 1) * vector]), _offset(place, k * vector, element))
 
     write(ref.at[index], *columns)
 
 
 def store_column(
-    ref: Any,
-    index: tuple[Any, ...],
-    column: int,
-    columns: int,
-    value: jax.Array,
-    vector: int,
-    interpret: bool,
+    ref: Any, index: tuple[Any, ...], column: int, columns: int, value: jax.Array, vector: int, interpret: bool
 ) -> None:
     """Writes one column of the tile `ref[index]` of `columns` columns, element by element, and no other."""
-    channels = value.shape[0]
     if interpret:
         ref[(*index[:-1], column)] = value
         return
+    (channels,) = value.shape
     layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(_: Any, tile: Any, values: Any) -> None:
         element = ir.MemRefType(tile.type).element_type
-        for number, pointer in enumerate(_thread_pointers(tile, (channels, columns), vector)):
+        for number, place in enumerate(_thread_pointers(tile, channels, columns, vector)):
             for lane in range(vector):
-                place = _offset(pointer, lane * columns + column, element)
-                llvm.store(_extract(values.registers[number], lane), place)
+                llvm.store(_extract(values.registers[number], lane), _offset(place, lane * columns + column, element))
 
     write(ref.at[index], value)
 
 
-def _thread_pointers(tile: Any, shape: tuple[int, int], vector: int) -> Iterator[Any]:
-    """Per register of a `(channels,)` array, where this thread's first channel starts in the (channel, column) tile."""
-    channels, columns = shape
+def _thread_pointers(tile: Any, channels: int, pitch: int, vector: int) -> list[Any]:
+    """Where this thread's channels begin in a tile whose channels are `pitch` elements apart; one place a register."""
     element, index = ir.MemRefType(tile.type).element_type, ir.IndexType.get()
     i64 = ir.IntegerType.get_signless(64)
     base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(tile))
+    places = []
     for first_channel in mgpu.WGStridedFragLayout((channels,), vector).linear_thread_idxs():
-        offset = arith.muli(first_channel, arith.constant(index, columns))
-        yield mgpu.utils.getelementptr(base, [arith.index_cast(i64, offset)], element)
+        elements = arith.muli(first_channel, arith.constant(index, pitch)) if pitch > 1 else first_channel
+        places.append(mgpu.utils.getelementptr(base, [arith.index_cast(i64, elements)], element))
+    return places
 
 
-def _load_vector(pointer: Any, vector: int, element: Any, read_only: bool) -> Any:
-    """`vector` elements at `pointer`, in accesses of up to 16 bytes.
+def _load(pointer: Any, first: int, vector: int, element: Any, read_only: bool) -> Any:
+    """`vector` elements from `first` elements behind `pointer`, in accesses of up to 16 bytes.
 
-    Written as assembly, because the compiler would move an ordinary load down into the branch that uses it, behind the
-    fetch of the slot number that decides the branch; issued here, the two latencies overlap.
+    Written as assembly, so that the compiler keeps the loads together and in this order, ahead of the arithmetic.
     """
     i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
     cache = ".nc" if read_only else ""
-    num_bytes = vector * mgpu.utils.bitwidth(element) // 8
+    item_bytes = mgpu.utils.bitwidth(element) // 8
+    start, num_bytes = first * item_bytes, vector * item_bytes
     if num_bytes == 2:
-        half = llvm.inline_asm(i16, [pointer], f"ld.global{cache}.b16 $0, [$1];", "=h,l", has_side_effects=True)
-        return _bitcast(_vector([half]), vector, element)
+        assembly = f"ld.global{cache}.b16 $0, [$1+{start}];"
+        return _bitcast(_vector([llvm.inline_asm(i16, [pointer], assembly, "=h,l", has_side_effects=True)]), 1, element)
     words = []
-    for first in range(0, num_bytes, VECTOR_BYTES):
-        count = min(VECTOR_BYTES, num_bytes - first) // 4
-        place = _offset(pointer, first, ir.IntegerType.get_signless(8))
+    for chunk in range(0, num_bytes, VECTOR_BYTES):
+        count = min(VECTOR_BYTES, num_bytes - chunk) // 4
         names = ", ".join(f"${number}" for number in range(count))
-        width = f".v{count}" if count > 1 else ""
-        target = f"{{{names}}}" if count > 1 else names
+        width, target = (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
         kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>") if count > 1 else i32
-        outputs = ",".join(["=r"] * count)
-        assembly = f"ld.global{cache}{width}.b32 {target}, [${count}];"
-        value = llvm.inline_asm(kind, [place], assembly, f"{outputs},l", has_side_effects=True)
+        assembly = f"ld.global{cache}{width}.b32 {target}, [${count}+{start + chunk}];"
+        constraints = ",".join([*["=r"] * count, "l"])
+        value = llvm.inline_asm(kind, [pointer], assembly, constraints, has_side_effects=True)
         words += [llvm.extractvalue(i32, value, [number]) for number in range(count)] if count > 1 else [value]
     return _bitcast(_vector(words), vector, element)
 
@@ -380,21 +370,18 @@ def _interpret_parameters(interpret: bool) -> Any:
     return plgpu.InterpretGPUParams()
 
 
-def block_of(conv_dim: int, item_bytes: int, runs: int, thread_bytes: int | None = None) -> tuple[int, int]:
-    """Channels of one block and elements of one thread's access, for `runs` runs of conv_dim channels.
-
-    A run is one request of one layer. With many of them, 16 bytes a thread move the most per instruction; with few, 4
-    bytes a thread make four times as many blocks, so that all multiprocessors have work.
+def block_of(conv_dim: int, item_bytes: int, thread_bytes: int) -> tuple[int, int]:
+    """Channels of one block and elements of one thread's access.
 
     Args:
       conv_dim: channels, a multiple of 128.
-      item_bytes: bytes of one element.
-      runs: runs that one launch covers.
-      thread_bytes: bytes of one thread, 4 or 16; None chooses.
+      item_bytes: bytes of one element, of the widest array if there are several.
+      thread_bytes: bytes that one thread should move per run of channels.
+
+    Example:
+      >>> block_of(8192, 2, 16), block_of(640, 2, 16), block_of(8192, 2, 4)
+      ((1024, 8), (640, 1), (256, 2))
     """
-    per_thread = conv_dim // LANES * item_bytes
-    if thread_bytes is None:
-        thread_bytes = VECTOR_BYTES if runs * per_thread >= VECTOR_BYTES * FULL_GRID else 4
     elements = max(1, thread_bytes // item_bytes)
     units = conv_dim // LANES
     vector = max(v for v in (1, 2, 4, 8) if v <= elements and units % v == 0)

@@ -36,15 +36,19 @@ FAST = ("spec", "jax-xla", "torch-eager")  # no interpreter, and no compilation 
 def path(name: str) -> "Path":
     """The named path; skips the test, naming what is missing, where it cannot run."""
     if name == "spec":
-        return DefinitionPath(name)
+        return DEFINITION
     framework, implementation = name.removesuffix("-gpu").split("-")
     if framework == "torch":
         for module in ("torch", "triton") if implementation == "triton" else ("torch",):
-            if importlib.util.find_spec(module) is None:
+            if not is_installed(module):
                 pytest.skip(f"{module} is not installed")
     if name.endswith("-gpu"):
         _need_gpu(framework)
     return (JaxPath if framework == "jax" else TorchPath)(name, implementation, name.endswith("-gpu"))
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _need_gpu(framework: str) -> None:
@@ -75,6 +79,13 @@ class Path:
     def is_fast(self) -> bool:
         return self.name in FAST
 
+    @property
+    def widens_bfloat16(self) -> bool:
+        """Whether the compiler moves bfloat16 through float32, which loses NaN payloads: JAX before 0.11 on CPU."""
+        import jax
+
+        return self.name.startswith("jax") and not self.on_gpu and jax.__version_info__ < (0, 11)
+
     def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
         """(y, conv_windows, conv_state): the pool as it is after the call, for the test that nothing wrote it."""
         raise NotImplementedError
@@ -100,20 +111,30 @@ class DefinitionPath(Path):
     """`tests.definition` with what the public functions add: defaults, one layer's arrays, pytrees, tracking."""
 
     def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
-        exact, windows, state = self.verify_exactly(x, conv_state, conv_windows, weight, bias, np.float32, **options)
+        exact, windows, state = self.verify_exactly(
+            x, conv_state, conv_windows, weight, bias, **options, number=np.float32
+        )
         return exact.astype(x.dtype), windows, state
 
     def verify_exactly(
-        self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any, number: Any, **options: Any
+        self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any
     ) -> Any:
-        """As `verify`, with y in `number`."""
+        """As `verify`, with y in float64 and not rounded at the end."""
         spec, layer = options["spec"], options.get("layer")
         slots, rows, valid = _indices(spec, options, len(x))
         state, windows = conv_state.copy(), conv_windows.copy()
         pool, buffer = (state, windows) if layer is not None else (state[None], windows[None])
         y = definition.verify(
-            x, pool, buffer, weight.reshape(spec.conv_dim, spec.width), bias, slots=slots, rows=rows, valid=valid,
-            number=number, **_common(options),
+            x,
+            pool,
+            buffer,
+            weight.reshape(spec.conv_dim, spec.width),
+            bias,
+            slots=slots,
+            rows=rows,
+            valid=valid,
+            number=options.get("number", np.float64),
+            **_common(options),
         )
         return y, windows, state
 
@@ -123,18 +144,23 @@ class DefinitionPath(Path):
         return y[:, 0], state
 
     def prefill(self, x: Any, conv_state: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
-        exact, state = self.prefill_exactly(x, conv_state, weight, bias, np.float32, **options)
+        exact, state = self.prefill_exactly(x, conv_state, weight, bias, **options, number=np.float32)
         return exact.astype(x.dtype), state
 
-    def prefill_exactly(self, x: Any, conv_state: Any, weight: Any, bias: Any, number: Any, **options: Any) -> Any:
-        """As `prefill`, with y in `number`."""
+    def prefill_exactly(self, x: Any, conv_state: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
+        """As `prefill`, with y in float64 and not rounded at the end."""
         spec, state = options["spec"], conv_state.copy()
         lengths, continues = options.get("lengths"), options.get("has_initial_state")
         y = definition.prefill(
-            x, state if options.get("layer") is not None else state[None], weight.reshape(spec.conv_dim, spec.width),
-            bias, slots=options["state_indices"], number=number,
+            x,
+            state if options.get("layer") is not None else state[None],
+            weight.reshape(spec.conv_dim, spec.width),
+            bias,
+            slots=options["state_indices"],
+            number=options.get("number", np.float64),
             lengths=np.full(len(x), x.shape[1]) if lengths is None else lengths,
-            continues=np.zeros(len(x), np.bool_) if continues is None else continues, **_common(options),
+            continues=np.zeros(len(x), np.bool_) if continues is None else continues,
+            **_common(options),
         )
         return y, state
 
@@ -163,8 +189,14 @@ class DefinitionPath(Path):
             destinations.append((options["track_indices"], options["track_num_tokens"]))
         for where, count in destinations:
             definition.commit(
-                state if stacked else state[None], conv_windows if stacked else conv_windows[None], where, count,
-                spec=spec, rows=rows, valid=valid, null_slot=options.get("null_slot"),
+                state if stacked else state[None],
+                conv_windows if stacked else conv_windows[None],
+                where,
+                count,
+                spec=spec,
+                rows=rows,
+                valid=valid,
+                null_slot=options.get("null_slot"),
             )
         return state
 
@@ -186,6 +218,9 @@ def _common(options: dict[str, Any]) -> dict[str, Any]:
         "layer": 0 if layer is None else layer,
         "activation": options.get("activation", "silu"),
     }
+
+
+DEFINITION = DefinitionPath("spec")
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------
@@ -270,7 +305,9 @@ class TorchPath(Path):
         if name in ("gather_windows", "causal_conv1d_prefill"):
             del options["implementation"]  # eager only
         options["spec"] = _map(_to_torch_spec, options["spec"])
-        to = functools.partial(_to_torch, device="cuda" if self.on_gpu else "cpu", floats_only=options.pop("as_given", False))
+        to = functools.partial(
+            _to_torch, device="cuda" if self.on_gpu else "cpu", floats_only=options.pop("as_given", False)
+        )
         tensors = tuple(_map(to, value) for value in arrays)
         moved = {key: value if key == "spec" else to(value) for key, value in options.items()}
         return tensors, getattr(torch_ref, name)(*tensors, **moved)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_impl.layout import AXIS_ORDERS, STORAGES, ConvCacheSpec
+from jax_impl.layout import AXIS_ORDERS, STORAGES, AxisOrder, ConvCacheSpec, Storage
 from tests import adapters, definition
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -29,8 +29,8 @@ def spec_of(width: int = 4, num_draft_tokens: int = 3, **changes: Any) -> ConvCa
 
 def _grid(sizes: Iterable[tuple[int, int]], dims: tuple[int, ...]) -> Iterator[ConvCacheSpec]:
     """(width, tokens): sliding in both axis orders, dense in one of them; the other fields take turns."""
-    both = (("time_major", "sliding"), ("channel_major", "sliding"))
-    dense = itertools.cycle([("time_major", "dense"), ("channel_major", "dense")])
+    both: list[tuple[AxisOrder, Storage]] = [("time_major", "sliding"), ("channel_major", "sliding")]
+    dense: Iterator[tuple[AxisOrder, Storage]] = itertools.cycle([("time_major", "dense"), ("channel_major", "dense")])
     combinations = ((*size, *form) for size in sizes for form in (*both, next(dense)))
     for i, (width, num_draft_tokens, axis_order, storage) in enumerate(combinations):
         requests = num_draft_tokens + 20  # what a mixed batch has at most
@@ -74,7 +74,7 @@ def on_grid() -> pytest.MarkDecorator:
 
 
 def unique_bits(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    """Elements whose bits differ (16-bit dtypes: any 65,536 neighbours): NaNs, subnormals and zeros of both signs too."""
+    """Elements whose bits differ (16-bit dtypes: any 65,536 neighbours), NaNs, subnormals and -0.0 among them."""
     size, unsigned = int(np.prod(shape)), {2: np.uint16, 4: np.uint32}[np.dtype(dtype).itemsize]
     scrambled = np.arange(size, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(40503 * seed)
     return scrambled.astype(unsigned).view(dtype).reshape(shape)
@@ -174,4 +174,6 @@ def assert_y_close(y: np.ndarray, exact: np.ndarray, magnitude: np.ndarray, spec
     error = np.abs(y.astype(np.float64) - exact)
     bound = ulp(exact, ml_dtypes.finfo(y.dtype).dtype.name) + accumulation
     worst = np.nanargmax(error / bound) if error.size else 0
-    assert not error.size or (error <= bound).all(), f"error {error.flat[worst]} > {bound.flat[worst]} at element {worst}"
+    assert not error.size or (error <= bound).all(), (
+        f"error {error.flat[worst]} > {bound.flat[worst]} at element {worst}"
+    )

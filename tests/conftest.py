@@ -4,7 +4,6 @@ The default run is for a machine without an accelerator and stays on the CPU eve
 the compiled paths; Triton decides between its compiler and its interpreter once, when it is imported, hence here.
 """
 
-import importlib.util
 import os
 
 import pytest
@@ -47,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def torch_ref():
     """The oracle package, or a skip."""
-    if importlib.util.find_spec("torch") is None:
+    if not adapters.is_installed("torch"):
         pytest.skip("torch is not installed")
     import torch_ref
 

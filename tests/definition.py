@@ -1,7 +1,4 @@
-"""The third opinion: the layout as plain loops over stacked NumPy arrays, naive on purpose. Arrays change in place, copies
-move integers, and products and sums are taken in `number` (np.float64 or np.float32), in which y is returned."""
-
-from dataclasses import replace
+"""The third opinion: naive loops over stacked NumPy arrays, in place; copies move integers, sums are in `number`."""
 
 import numpy as np
 
@@ -53,12 +50,11 @@ def prefill(x, state, weight, bias, *, spec, slots, lengths, continues, null_slo
 def commit(state, windows, slots, accepted, *, spec, rows, valid, null_slot):
     for slot, n, row, v in zip(slots.tolist(), accepted.tolist(), rows.tolist(), valid.tolist(), strict=True):
         readable = 1 <= n <= v <= spec.num_draft_tokens and 0 <= row < spec.max_requests
-        if readable and 0 <= slot < spec.num_slots and slot != null_slot:
+        if readable and 0 <= slot < state.shape[1] and slot != null_slot:
             by_column(state, spec)[:, slot] = by_column(windows, spec)[:, row, window(n, spec)]
 
 
 def gather(windows, accepted, *, spec, rows, valid):  # a commit into a fresh pool that has one slot per request
-    fresh, slots = replace(spec, num_slots=max(1, len(rows))), np.arange(len(rows))
-    pool = np.zeros(fresh.state_shape, spec.dtype)
-    commit(pool, windows, slots, accepted, spec=fresh, rows=rows, valid=valid, null_slot=None)
-    return pool[:, : len(rows)]
+    pool = np.zeros((spec.num_layers, len(rows), *spec.window_shape), spec.dtype)
+    commit(pool, windows, np.arange(len(rows)), accepted, spec=spec, rows=rows, valid=valid, null_slot=None)
+    return pool

@@ -1,7 +1,7 @@
 """The compiled GPU program without a GPU: commit is in place, alone and in loops, for every geometry.
 
-XLA and Mosaic compile for an H200 that is described by `h200_target.textproto`. That proves what the program is (aliases,
-memory, copies, custom calls), not what it computes; `test_gpu.py` does that on the card.
+XLA and Mosaic compile for an H200 that is described by `h200_target.textproto`. That proves what the program is
+(aliases, memory, copies, custom calls), not what it computes; `test_gpu.py` does that on the card.
 """
 
 import functools
@@ -45,7 +45,9 @@ def h200() -> Iterator[Any]:
         yield mesh
 
 
-def compiled(function: Callable[..., Any], mesh: Any, *shapes: tuple[tuple[int, ...], str], donate: Sequence[int] = (0,)) -> Any:
+def compiled(
+    function: Callable[..., Any], mesh: Any, *shapes: tuple[tuple[int, ...], str], donate: Sequence[int] = (0,)
+) -> Any:
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in shapes]
     return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
@@ -82,7 +84,7 @@ def custom_calls(program: Any) -> list[str]:
     return re.findall(r'custom_call_target="(mosaic[^"]*)"', program.as_text())
 
 
-def commit(spec: ConvCacheSpec, implementation: str) -> Callable[..., Any]:
+def commit(spec: ConvCacheSpec, implementation: Any) -> Callable[..., Any]:
     return functools.partial(commit_conv_state, spec=spec, implementation=implementation)
 
 
@@ -139,14 +141,25 @@ def test_the_xla_form_is_in_place(
 @both_orders
 @both_storages
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
-def test_all_arguments_at_once_are_still_in_place(h200: Any, axis_order: Any, storage: Any, implementation: str) -> None:
+def test_all_arguments_at_once_are_still_in_place(
+    h200: Any, axis_order: Any, storage: Any, implementation: Any
+) -> None:
     """Rows, valid tokens, a null slot and a track set in one launch; one layer's pool and a list of layers too."""
     spec = ConvCacheSpec(6, 101, 9, 640, 4, 3, "bfloat16", axis_order, storage)
 
     def step(pool: Any, windows: Any, slots: Any, accepted: Any, rows: Any, valid: Any) -> Any:
         return commit_conv_state(
-            pool, windows, slots, accepted, spec=spec, window_rows=rows, num_valid_tokens=valid, null_slot=0,
-            track_indices=slots, track_num_tokens=valid, implementation=implementation,
+            pool,
+            windows,
+            slots,
+            accepted,
+            spec=spec,
+            window_rows=rows,
+            num_valid_tokens=valid,
+            null_slot=0,
+            track_indices=slots,
+            track_num_tokens=valid,
+            implementation=implementation,
         )
 
     more = [((9,), "int32")] * 2
@@ -181,7 +194,9 @@ def test_every_geometry_compiles(h200: Any, axis_order: Any, width: int) -> None
     def step(slots: Any, accepted: Any, *arrays: Any) -> Any:
         return commit_conv_state(arrays[:9], arrays[9:], slots, accepted, spec=specs, implementation="pallas")
 
-    pools, windows = ([(getattr(spec, name), spec.dtype) for spec in specs] for name in ("state_shape", "windows_shape"))
+    pools, windows = (
+        [(getattr(spec, name), spec.dtype) for spec in specs] for name in ("state_shape", "windows_shape")
+    )
     program = compiled(step, h200, ((3,), "int32"), ((3,), "int32"), *pools, *windows, donate=range(2, 11))
     assert len(custom_calls(program)) == 9
     assert program.memory_analysis().alias_size_in_bytes >= sum(spec.state_bytes for spec in specs)
@@ -204,7 +219,9 @@ def test_gather_reads_windows_only(h200: Any, axis_order: Any) -> None:
     spec = ConvCacheSpec(6, 101, 9, 640, 4, 16, axis_order=axis_order)
     program = compiled(
         lambda windows, accepted: gather_windows(windows, accepted, spec=spec),
-        h200, *arrays_of(spec, 9)[1:3], donate=(),
+        h200,
+        *arrays_of(spec, 9)[1:3],
+        donate=(),
     )
     memory = program.memory_analysis()
     assert memory.output_size_in_bytes == 6 * 9 * spec.slot_bytes

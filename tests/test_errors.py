@@ -1,4 +1,4 @@
-"""What a caller reads after a mistake: every message in full, all mismatches of one call at once, and nothing changed."""
+"""What a caller reads after a mistake: every message in full, all of one call at once, and nothing changed."""
 
 import functools
 from collections.abc import Callable
@@ -216,7 +216,7 @@ CASES: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
     (
         "causal_conv1d_prefill",
         {"implementation": "pallas"},
-        '`implementation`: expected None or "xla" for prefill, which has no kernel, got \'pallas\'.',
+        "`implementation`: expected None or \"xla\" for prefill, which has no kernel, got 'pallas'.",
     ),
     (
         ("causal_conv1d_verify", "causal_conv1d_update", "commit_conv_state"),
@@ -389,7 +389,7 @@ def test_errors_come_at_trace_time_and_leave_a_donated_pool_alone() -> None:
     assert bool((pool == 1).all())
 
 
-# --- the layout -----------------------------------------------------------------------------------------------------------
+# --- the layout -------------------------------------------------------------------------------------------------------
 
 
 def test_everything_wrong_with_one_spec() -> None:
@@ -421,8 +421,9 @@ def test_everything_wrong_with_one_spec() -> None:
 
 @pytest.mark.parametrize("state_len", [2, 5, True, "3"])
 def test_state_len_is_one_of_two(state_len: Any) -> None:
+    changes: dict[str, Any] = {"state_len": state_len}
     expected = "an integer" if state_len in (True, "3") else "width - 1 = 3 or width = 4"
-    message = message_of(lambda: ConvCacheSpec(1, 1, 1, 8, 4, 4, state_len=state_len))
+    message = message_of(lambda: ConvCacheSpec(1, 1, 1, 8, 4, 4, **changes))
     assert message == f"`state_len`: expected {expected}, got {state_len!r}."
 
 

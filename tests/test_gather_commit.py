@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_impl.layout import ConvCacheSpec
-from tests.adapters import Path, path as named_path
+from tests.adapters import DEFINITION, Path
 from tests.cases import (
     DTYPES,
     INT32_MAX,
@@ -26,8 +26,6 @@ from tests.cases import (
     spec_of,
     unique_bits,
 )
-
-DEFINITION = named_path("spec")
 
 
 def cache_of(spec: ConvCacheSpec, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +43,7 @@ def arange_windows(spec: ConvCacheSpec, requests: int) -> np.ndarray:
     return columns.reshape(spec.windows_shape)
 
 
-# --- the definition itself, and everyone, against numbers written out ---------------------------------------------------
+# --- the definition itself, and everyone, against numbers written out -------------------------------------------------
 
 
 @both_orders
@@ -74,7 +72,7 @@ def test_state_of_k_columns_takes_windows_of_k(any_path: Path, axis_order: Any) 
     assert first_channel.tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
-# --- the grid -----------------------------------------------------------------------------------------------------------
+# --- the grid ---------------------------------------------------------------------------------------------------------
 
 
 @on_grid()
@@ -115,13 +113,13 @@ def track_set(spec: ConvCacheSpec, slots: np.ndarray, seed: int) -> dict[str, np
     return {"track_indices": rng.permutation(np.asarray(where[: len(slots)], np.int32)), "track_num_tokens": counts}
 
 
-# --- indices and padding ------------------------------------------------------------------------------------------------
+# --- indices and padding ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row_elements", [3, 96, 1024])
 @both_orders
 def test_slots_outside_the_pool_write_nothing(path: Path, axis_order: Any, row_elements: int) -> None:
-    """-1 is the last slot in JAX, C in layer 0 is slot 0 of layer 1 in memory: neither is written, nor anything else."""
+    """-1 is the last slot in JAX, C in layer 0 is slot 0 of layer 1 in memory: neither is written, nor others."""
     width, conv_dim = {3: (4, 1), 96: (4, 32), 1024: (9, 128)}[row_elements]
     if not path.is_fast:  # the kernels take multiples of 128 channels
         conv_dim = 128
@@ -285,13 +283,13 @@ def test_other_integers_as_counts_and_rows(path: Path) -> None:
 def test_bools_and_floats_are_no_indices(path: Path, bad: Any) -> None:
     spec = spec_of(4, 3)
     pool, windows = cache_of(spec)
-    with pytest.raises(ValueError, match="`state_indices`: expected an? .*integer"):
+    with pytest.raises(ValueError, match=r"`state_indices`: expected an? .*integer"):
         path.commit(pool, windows, bad, [1, 1], spec=spec, as_given=True)
-    with pytest.raises(ValueError, match="`num_accepted_tokens`: expected an? .*integer"):
+    with pytest.raises(ValueError, match=r"`num_accepted_tokens`: expected an? .*integer"):
         path.gather(windows, bad, spec=spec, as_given=True)
 
 
-# --- what is copied -----------------------------------------------------------------------------------------------------
+# --- what is copied ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -311,7 +309,18 @@ def test_all_sixteen_bit_patterns_survive(path: Path, axis_order: Any, dtype: An
 def test_float32_patterns_survive(path: Path) -> None:
     """Quiet and signaling NaNs of both signs with payloads, infinities, zeros and subnormals."""
     spec = spec_of(3, 1, num_layers=1, dtype="float32")
-    patterns = [0x7FC00001, 0x7F800001, 0xFFC12345, 0xFF812345, 0x7F800000, 0xFF800000, 0x80000000, 1, 0x807FFFFF, 0x7FFFFFFF]
+    patterns = [
+        0x7FC00001,
+        0x7F800001,
+        0xFFC12345,
+        0xFF812345,
+        0x7F800000,
+        0xFF800000,
+        0x80000000,
+        1,
+        0x807FFFFF,
+        0x7FFFFFFF,
+    ]
     windows = np.resize(np.asarray(patterns, np.uint32), spec.windows_shape).view(np.float32)
     got = path.commit(np.zeros(spec.state_shape, np.float32), windows, ints(3, 2), ints(1, 1), spec=spec)
     assert_same_bits(got[:, 3], windows[:, 0])
@@ -345,7 +354,7 @@ def test_two_steps_in_a_row(path: Path) -> None:
         assert_same_bits(pool, expected)
 
 
-# --- the forms that arrays come in --------------------------------------------------------------------------------------
+# --- the forms that arrays come in ------------------------------------------------------------------------------------
 
 
 @both_orders
@@ -412,16 +421,16 @@ def test_with_width_two_sliding_and_dense_agree(any_path: Path, axis_order: Any,
     )
 
 
-@pytest.mark.parametrize("storage", ["sliding"])
+@both_storages
 def test_axis_orders_hold_the_same_columns(any_path: Path, storage: Any) -> None:
-    """The same data in both orders commits to the same columns at every n: full acceptance would hide a swapped axis."""
-    time_major = spec_of(4, 7)
+    """Both orders of the same data commit the same columns at every n; full acceptance would hide a swapped axis."""
+    time_major = spec_of(4, 7, storage=storage)
     channel_major = dataclasses.replace(time_major, axis_order="channel_major")
     pool, windows = cache_of(time_major)
-    swapped = [np.ascontiguousarray(array.swapaxes(-1, -2)) for array in (pool, windows)]
+    swapped_pool, swapped_windows = (np.ascontiguousarray(array.swapaxes(-1, -2)) for array in (pool, windows))
     slots, accepted = ints(3, 1, 4, 10, 5, 9, 2), ints(1, 2, 3, 4, 5, 6, 7)
     first = any_path.commit(pool, windows, slots, accepted, spec=time_major)
-    second = any_path.commit(*swapped, slots, accepted, spec=channel_major)
+    second = any_path.commit(swapped_pool, swapped_windows, slots, accepted, spec=channel_major)
     assert_same_bits(second, np.ascontiguousarray(first.swapaxes(-1, -2)))
 
 

@@ -14,12 +14,11 @@ from jax import lax
 
 from jax_impl import causal_conv1d_update, causal_conv1d_verify, commit_conv_state, reset_conv_state
 from jax_impl.layout import ConvCacheSpec
-from tests.adapters import path
+from tests.adapters import DEFINITION
 from tests.cases import assert_same_bits, both_orders, both_storages, spec_of, unique_bits, values
 
 # On CPU, JAX 0.10 needs a copy of a bfloat16 pool to keep its bits.
 IN_PLACE = ["float16", "float32", *(["bfloat16"] if jax.__version_info__ >= (0, 11) else [])]
-DEFINITION = path("spec")
 
 Step = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -133,7 +132,10 @@ def test_nothing_is_traced_again_for_other_indices() -> None:
 def test_vmap_over_pools() -> None:
     """Transformations that batch a call see plain array code."""
     spec = ConvCacheSpec(1, 4, 3, 5, 3, 2, "float32")
-    pools, windows = unique_bits((2, *spec.state_shape), "float32", 1), unique_bits((2, *spec.windows_shape), "float32", 2)
+    pools, windows = (
+        unique_bits((2, *spec.state_shape), "float32", 1),
+        unique_bits((2, *spec.windows_shape), "float32", 2),
+    )
     slots, accepted = np.asarray([[1, 2], [3, -1]], np.int32), np.asarray([[2, 0], [1, 2]], np.int32)
     step = jax.vmap(lambda p, w, s, n: commit_conv_state(p, w, s, n, spec=spec, implementation="xla"))
     got = np.asarray(step(*(jnp.array(array) for array in (pools, windows, slots, accepted))))

@@ -116,8 +116,9 @@ def test_a_spec_is_a_value() -> None:
     assert spec != spec_of(dtype="float32", state_len=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.width = 5  # type: ignore[misc]
-    assert spec_of(width=np.int64(4)) == spec_of()
-    assert type(spec_of(width=np.int64(4)).width) is int
+    numpy_width: Any = np.int64(4)
+    assert spec_of(numpy_width) == spec_of()
+    assert type(spec_of(numpy_width).width) is int
 
 
 def test_a_cache_is_a_pytree() -> None:
@@ -155,7 +156,7 @@ def test_reset_zeroes_slots_and_nothing_else(axis_order: Any, dtype: str) -> Non
     assert_same_bits(np.asarray(reset_conv_state(jax.numpy.array(pool), [], spec=spec)), pool)
 
 
-# --- which storage ------------------------------------------------------------------------------------------------------
+# --- which storage ----------------------------------------------------------------------------------------------------
 
 
 CHAIN, TREE = [-1, 0, 1, 2], [-1, 0, 0, 1]
@@ -205,7 +206,9 @@ def test_a_prepared_weight_is_the_same_weight() -> None:
     for layer in range(2):
         given = (cache.conv_state, cache.conv_windows)
         options: dict[str, Any] = {"spec": spec, "state_indices": slots, "layer": layer}
-        plain, _ = causal_conv1d_verify(x, *given, jax.numpy.asarray(weight[layer]), jax.numpy.asarray(bias[layer]), **options)
+        plain, _ = causal_conv1d_verify(
+            x, *given, jax.numpy.asarray(weight[layer]), jax.numpy.asarray(bias[layer]), **options
+        )
         one = prepare_conv_weight(jax.numpy.asarray(weight[layer]), jax.numpy.asarray(bias[layer]))
         for prepared in (stacked, one):
             assert_same_bits(np.asarray(causal_conv1d_verify(x, *given, prepared, **options)[0]), np.asarray(plain))

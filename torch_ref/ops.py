@@ -546,6 +546,8 @@ class _Call(_Indices):
 
 def _saturated(value: torch.Tensor) -> torch.Tensor:
     # from 2^63 on a uint64 turns negative in int64, and a negative index is skipped just as well
+    if value.dtype == torch.int32:
+        return value  # already what kernels read; converting it would cost launches of its own
     return value.long().clamp(INT32.min, INT32.max).int()
 
 

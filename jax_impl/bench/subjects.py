@@ -34,6 +34,11 @@ class Case:
     seed: int = 0
 
     @property
+    def steps(self) -> int:
+        """Decoding steps that the calls of verify belong to: one call a layer."""
+        return -(-self.calls // self.spec.num_layers)
+
+    @property
     def commit_bytes(self) -> int:
         """Bytes one commit of all layers reads and writes when every request is live."""
         return 2 * self.spec.num_layers * self.batch * self.spec.slot_bytes
@@ -100,17 +105,17 @@ def _looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...]) 
 
 
 def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], ConvWeight]:
-    """Inputs of `count` calls in the state's dtype and one layer's prepared weight."""
+    """Inputs of `count` calls in the state's dtype and the prepared weights of all layers."""
     spec = case.spec
     keys = jax.random.split(jax.random.key(case.seed), count + 1)
     shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
     x = [jax.random.normal(key, shape, spec.dtype) for key in keys[1:]]
-    return x, ConvWeight(jax.random.normal(keys[0], (spec.width, spec.conv_dim), spec.dtype))
+    return x, ConvWeight(jax.random.normal(keys[0], (spec.num_layers, spec.width, spec.conv_dim), spec.dtype))
 
 
 def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
-    """Verifies, one layer each in turn, buffer donated."""
-    slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, case.calls))
+    """Verifies, one layer each in turn, buffer donated; the layers of one step share their index arrays."""
+    slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, case.steps))
     x, weight = verify_inputs(case, case.calls)
 
     def verifies(carried: Any, pool: jax.Array, x: Any, weight: Any, slots: Any, rows: Any) -> Any:
@@ -122,9 +127,9 @@ def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementati
                 windows,
                 weight,
                 spec=case.spec,
-                state_indices=slots[call],
+                state_indices=slots[call // case.spec.num_layers],
                 layer=call % case.spec.num_layers,
-                window_rows=rows[call],
+                window_rows=rows[call // case.spec.num_layers],
                 implementation=implementation,
             )
             outputs.append(y)
@@ -196,20 +201,20 @@ def torch_verify(case: Case, cache: Any) -> Runner:
 
     twin, state, windows = cache
     spec = case.spec
-    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.calls))
+    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.steps))
     shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
     x = [torch.randn(shape, device="cuda", dtype=state.dtype) for _ in range(case.calls)]
-    weight = torch.randn((spec.conv_dim, spec.width), device="cuda", dtype=state.dtype)
+    weight = torch.randn((spec.num_layers, spec.conv_dim, spec.width), device="cuda", dtype=state.dtype)
     return _replayed(
         lambda call: torch_ref.causal_conv1d_verify(
             x[call],
             state,
             windows,
-            weight,
+            weight[call % spec.num_layers],
             spec=twin,
-            state_indices=slots[call],
+            state_indices=slots[call // spec.num_layers],
             layer=call % spec.num_layers,
-            window_rows=rows[call],
+            window_rows=rows[call // spec.num_layers],
             implementation="triton",
         ),
         case.calls,
