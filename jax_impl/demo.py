@@ -81,7 +81,11 @@ def add_parser(subparsers: Any) -> None:
     option("--axis-order", choices=AXIS_ORDERS, default="time_major")
     option("--storage", choices=STORAGES, default="sliding")
     option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of pool and buffer (%(default)s)")
-    option("--implementation", choices=IMPLEMENTATIONS, help="of the commit; default: chosen for the device")
+    option(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="of verify, commit and decoding; default: chosen for the device",
+    )
     option("--steps", type=positive, default=20, metavar="N", help="verify + commit steps (%(default)s)")
     option("--seed", type=not_negative, default=0, help="of all random numbers (%(default)s)")
     option("--json", action="store_true", help="print one JSON object and nothing else")
@@ -206,7 +210,7 @@ def simulate(
       spec: geometry; slot 0 is the null slot, and there are max_requests - 1 requests.
       steps: verify + commit steps.
       seed: of all random numbers.
-      implementation: of the commit.
+      implementation: of verify, commit and decoding; prefill has only one.
       counts: filled with how often each count was accepted.
       advance: called once per finished step.
     """
@@ -304,6 +308,7 @@ def compile_steps(
                 layer=layer,
                 window_rows=rows,
                 num_valid_tokens=valid,
+                implementation=implementation,
                 **common,
             )
             return conv_windows, y
@@ -330,7 +335,14 @@ def compile_steps(
                 index, x = token
                 alive = jnp.where(index < counts, slots, -1)
                 y, conv_state = causal_conv1d_update(
-                    x, conv_state, weight, bias, state_indices=alive, layer=layer, **common
+                    x,
+                    conv_state,
+                    weight,
+                    bias,
+                    state_indices=alive,
+                    layer=layer,
+                    implementation=implementation,
+                    **common,
                 )
                 return conv_state, y
 

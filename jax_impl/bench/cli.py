@@ -7,6 +7,7 @@ import pathlib
 import sys
 from typing import Any
 
+from jax_impl.bench import report
 from jax_impl.layout import AXIS_ORDERS, AxisOrder
 
 OPERATIONS = ("commit", "verify")
@@ -26,12 +27,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the state (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="timed runs per point (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare every result with the XLA form first")
+    parser.add_argument("--report", type=pathlib.Path, metavar="FILE", help="print a results file as a table and stop")
     parser.set_defaults(run=run)
     parser.add_argument("--out", type=pathlib.Path, help="directory for the JSON file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints; exit code 1 when --check finds a difference."""
+    if arguments.report:
+        print(report.table(arguments.report))
+        return 0
     import jax
 
     from jax_impl import presets
