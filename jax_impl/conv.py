@@ -416,7 +416,8 @@ def _prefill_xla(
     )
     window = [everything[:, first + tap : first + tap + tokens] for tap in range(spec.width)]
     rows = [taps[tap][None, None, :] for tap in range(spec.width)]
-    total = _activate(_weighted_sum(window, rows, None if bias is None else bias[None, None, :]), call.activation)
+    start = _no_bias() if bias is None else bias[None, None, :]
+    total = _activate(_weighted_sum(window, rows, start), call.activation)
     y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
     start = jnp.where(live, lengths, 0)
     last = jax.vmap(lambda columns, at: lax.dynamic_slice_in_dim(columns, at, spec.state_columns, axis=0))
@@ -468,9 +469,9 @@ def _convolve(call: _Call, columns: list[jax.Array], token_is_valid: jax.Array) 
     """`[B, tokens, conv_dim]` in x's dtype, zero where `token_is_valid` is False."""
     taps, bias = _layer_weight(call)
     rows = [taps[tap][None, :] for tap in range(call.spec.width)]
-    offset = None if bias is None else bias[None, :]
+    start = _no_bias() if bias is None else bias[None, :]
     sums = [
-        _activate(_weighted_sum(columns[token : token + call.spec.width], rows, offset), call.activation)
+        _activate(_weighted_sum(columns[token : token + call.spec.width], rows, start), call.activation)
         for token in range(call.x.shape[1])
     ]
     return jnp.where(token_is_valid[:, :, None], jnp.stack(sums, axis=1), jnp.float32(0)).astype(call.x.dtype)
@@ -489,13 +490,21 @@ def _activate(total: jax.Array, activation: Activation | None) -> jax.Array:
     return total * jax.nn.sigmoid(total) if activation == "silu" else total
 
 
-def _weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], bias: jax.Array | None) -> jax.Array:
-    """bias + Σ taps[j] * window[j] in float32: bias first, then taps oldest to newest, on every path."""
-    products = (column.astype(jnp.float32) * tap.astype(jnp.float32) for tap, column in zip(taps, window, strict=True))
-    total = next(products) if bias is None else bias.astype(jnp.float32) + next(products)
-    for product in products:
-        total = total + product
+def _weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], start: jax.Array) -> jax.Array:
+    """start + Σ taps[j] * window[j] in float32: bias (or zero) first, then taps oldest to newest, on every path."""
+    total = start.astype(jnp.float32)
+    for tap, column in zip(taps, window, strict=True):
+        total = total + column.astype(jnp.float32) * tap.astype(jnp.float32)
     return total
+
+
+def _no_bias() -> jax.Array:
+    """A zero that XLA cannot see through.
+
+    Compilers fuse a product into the addition it feeds. XLA drops the addition of a plain zero, and in the sum of the
+    first two products either could then be the fused one: two programs would round differently.
+    """
+    return lax.optimization_barrier(jnp.float32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -558,7 +567,10 @@ def _conv_kernel(
     fresh = read(inputs["x_in"], request, count=tokens)
     of_weight = safe_layer if plan.stacked_weight else ()
     taps = read(inputs["taps_in"], *of_weight, count=spec.width)
-    bias = read(inputs["bias_in"], *of_weight, count=1)[0] if "bias_in" in inputs else None
+    if "bias_in" in inputs:
+        start = read(inputs["bias_in"], *of_weight, count=1)[0]
+    else:
+        start = _no_bias() if plan.interpret else jnp.float32(0)
     state_in = columns_out if plan.advance else inputs["state_in"]
     state = _load_state(state_in, (*safe_layer, safe_slot), channels, plan=plan)
     columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
@@ -573,7 +585,7 @@ def _conv_kernel(
 
     outputs = {}
     for token in range(tokens):
-        total = _weighted_sum(columns[token : token + spec.width], taps, bias)
+        total = _weighted_sum(columns[token : token + spec.width], taps, start)
         y = _activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
         kept = live if valid is None else live & (valid > token)
         outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))

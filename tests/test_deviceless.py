@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_impl import commit_conv_state, gather_windows
+from jax_impl import causal_conv1d_update, causal_conv1d_verify, commit_conv_state, gather_windows
 from jax_impl.layout import ConvCacheSpec
 from tests.cases import DTYPES, both_orders, both_storages
 
@@ -226,3 +226,53 @@ def test_gather_reads_windows_only(h200: Any, axis_order: Any) -> None:
     memory = program.memory_analysis()
     assert memory.output_size_in_bytes == 6 * 9 * spec.slot_bytes
     assert memory.temp_size_in_bytes < spec.windows_bytes / 100
+
+
+@both_orders
+@both_storages
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_verify_in_every_layer_is_in_place(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, axis_order: Any, storage: Any, implementation: Any
+) -> None:
+    """A loop over a traced layer reads the stacked pool and writes the stacked buffer: no slice of either is made."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    spec = ConvCacheSpec(6, 101, 301, 640, 4, 3, axis_order=axis_order, storage=storage)
+
+    def step(windows: Any, pool: Any, x: Any, weight: Any, slots: Any, valid: Any) -> Any:
+        def one_layer(layer: Any, windows: Any) -> Any:
+            return causal_conv1d_verify(
+                x,
+                pool,
+                windows,
+                weight,
+                spec=spec,
+                state_indices=slots,
+                layer=layer,
+                num_valid_tokens=valid,
+                implementation=implementation,
+            )[1]
+
+        return lax.fori_loop(0, spec.num_layers, one_layer, windows)
+
+    arrays = [(spec.windows_shape, spec.dtype), (spec.state_shape, spec.dtype), ((9, 3, 640), spec.dtype)]
+    program = compiled(step, h200, *arrays, ((640, 4), "float32"), ((9,), "int32"), ((9,), "int32"))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= spec.windows_bytes
+    one_layer = math.prod(spec.state_shape[1:])
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= one_layer]
+    assert len(custom_calls(program)) == (implementation == "pallas")
+
+
+@both_orders
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_update_kernel_is_in_place(h200: Any, axis_order: Any, dtype: str) -> None:
+    spec = ConvCacheSpec(6, 101, 9, 640, 4, 3, dtype, axis_order)
+
+    def step(pool: Any, x: Any, weight: Any, slots: Any, layer: Any) -> Any:
+        options = {"spec": spec, "state_indices": slots, "layer": layer}
+        return causal_conv1d_update(x, pool, weight, **options, implementation="pallas")[::-1]
+
+    arrays = [(spec.state_shape, dtype), ((9, 640), dtype), ((640, 4), dtype), ((9,), "int32"), ((), "int32")]
+    program = compiled(step, h200, *arrays)
+    assert_in_place(program, spec)
+    assert len(custom_calls(program)) == 1
