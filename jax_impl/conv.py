@@ -33,6 +33,9 @@ Activation = Literal["silu"]
 # Bytes of one thread per run of channels in the kernels. With 16, a thread keeps so many columns in registers that too
 # few threads are resident to hide the memory's latency; 8 gain nothing over 4 at any batch size.
 THREAD_BYTES = 4
+# Grid points from which on one of them takes two requests: four for each of an H200's 132 multiprocessors, or all that
+# fit at once in channel_major, whose kernel needs more registers.
+FULL_GRID = {"time_major": 528, "channel_major": 2112}
 
 
 @jax.tree_util.register_dataclass
@@ -513,6 +516,7 @@ class _Plan:
 
     Attributes:
       advance: False is verify, which reads the pool and writes the buffer; True is update, which rewrites the slot.
+      requests: of one grid point; they share its taps, and their loads are in flight together.
       block: channels of one grid point. vector: neighbouring channels of one thread.
     """
 
@@ -524,6 +528,7 @@ class _Plan:
     stacked: bool
     stacked_weight: bool
     advance: bool
+    requests: int
     block: int
     vector: int
     interpret: bool
@@ -538,33 +543,24 @@ def _conv_kernel(
     *,
     plan: _Plan,
 ) -> None:
-    """One channel block of one request: every load before the first store, each column stored once.
+    """One channel block of `plan.requests` requests: every load before the first store, each column stored once.
 
     Nothing branches before the loads: a request that is skipped reads slot 0 instead and stores zeros to y only. So the
-    inputs and taps are in flight while the slot number is fetched, and the state follows at once.
+    inputs and taps are in flight while the slot numbers are fetched, and the states follow at once.
     """
     from jax_impl.pallas_backend import grid_index, load_runs, span, store_runs, when
 
     spec, tokens, how = plan.spec, plan.tokens, (plan.vector, plan.interpret)
-    request, channels = grid_index("request"), span(grid_index("block") * plan.block, plan.block)
-    slot = inputs["slots_in"][request]
-    row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
+    channels = span(grid_index("block") * plan.block, plan.block)
     layer = (inputs["layer_in"][0],) if plan.stacked else ()
-    valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    live = live_slot(slot, plan.null_slot, spec=spec)
-    if valid is not None:
-        live &= (valid >= 1) & (valid <= tokens)
-    if not plan.advance:
-        live &= (row >= 0) & (row < spec.max_requests)
-    if layer:
-        live &= (layer[0] >= 0) & (layer[0] < spec.num_layers)
     safe_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer)
-    safe_slot = jnp.where(live, slot, jnp.int32(0))
+    requests = [grid_index("request") * plan.requests + number for number in range(plan.requests)]
+    targets = [_target(inputs, request, layer, plan=plan) for request in requests]
 
     def read(ref: Any, *place: Any, count: int) -> list[jax.Array]:
         return load_runs(ref, (*place, span(0, count), channels), (count, plan.block), *how)
 
-    fresh = read(inputs["x_in"], request, count=tokens)
+    fresh = [read(inputs["x_in"], request, count=tokens) for request in requests]
     of_weight = safe_layer if plan.stacked_weight else ()
     taps = read(inputs["taps_in"], *of_weight, count=spec.width)
     if "bias_in" in inputs:
@@ -572,24 +568,42 @@ def _conv_kernel(
     else:
         start = _no_bias() if plan.interpret else jnp.float32(0)
     state_in = columns_out if plan.advance else inputs["state_in"]
-    state = _load_state(state_in, (*safe_layer, safe_slot), channels, plan=plan)
-    columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in fresh]
-
-    @when(live)
-    def _store_columns() -> None:
+    states = [
+        _load_state(state_in, (*safe_layer, jnp.where(live, slot, jnp.int32(0))), channels, plan=plan)
+        for live, slot, _, _ in targets
+    ]
+    for request, (live, slot, row, valid), state, x in zip(requests, targets, states, fresh, strict=True):
+        columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in x]
         if plan.advance:
-            _store_entry(columns_out, (*layer, slot), channels, columns[-spec.state_columns :], None, plan=plan)
+            newest, place = columns[-spec.state_columns :], (*layer, slot)
+            when(live)(functools.partial(_store_entry, columns_out, place, channels, newest, None, plan=plan))
         else:
-            shared = columns[len(columns) - spec.num_columns :]
-            _store_row(columns_out, (*layer, row), channels, shared, valid, plan=plan)
+            shared, place = columns[len(columns) - spec.num_columns :], (*layer, row)
+            when(live)(functools.partial(_store_row, columns_out, place, channels, shared, valid, plan=plan))
+        outputs = {}
+        for token in range(tokens):
+            total = _weighted_sum(columns[token : token + spec.width], taps, start)
+            y = _activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
+            kept = live if valid is None else live & (valid > token)
+            outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
+        store_runs(y_out, (request, span(0, tokens), channels), outputs, *how)
 
-    outputs = {}
-    for token in range(tokens):
-        total = _weighted_sum(columns[token : token + spec.width], taps, start)
-        y = _activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
-        kept = live if valid is None else live & (valid > token)
-        outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
-    store_runs(y_out, (request, span(0, tokens), channels), outputs, *how)
+
+def _target(
+    inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: _Plan
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Whether the request is live, its slot, the row its columns go to (update: the slot), and its valid tokens."""
+    spec, slot = plan.spec, inputs["slots_in"][request]
+    row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
+    valid = inputs["valid_in"][request] if "valid_in" in inputs else None
+    live = live_slot(slot, plan.null_slot, spec=spec)
+    if valid is not None:
+        live &= (valid >= 1) & (valid <= plan.tokens)
+    if not plan.advance:
+        live &= (row >= 0) & (row < spec.max_requests)
+    if layer:
+        live &= (layer[0] >= 0) & (layer[0] < spec.num_layers)
+    return live, slot, row, valid
 
 
 def _activate_in_kernel(total: jax.Array, *, plan: _Plan) -> jax.Array:
@@ -630,7 +644,7 @@ def _store_row(
         if valid is None or token == 0:
             store()
         else:
-            when(token < valid)(store)
+            when(valid > token)(store)
 
 
 def _store_entry(
@@ -657,6 +671,11 @@ def _store_entry(
         when((limit < count) & (column < limit))(
             functools.partial(store_column, columns_out, index, column, count, columns[column], *how)
         )
+
+
+def requests_per_block(batch: int, blocks: int, axis_order: str) -> int:
+    """Requests that one grid point takes: two when the batch is even and enough grid points remain, else one."""
+    return 2 if batch % 2 == 0 and batch // 2 * blocks >= FULL_GRID[axis_order] else 1
 
 
 def _launch_conv(
@@ -689,6 +708,7 @@ def _launch_conv(
         stacked=call.stacked,
         stacked_weight=call.weight.taps.ndim == 3,
         advance=advance,
+        requests=requests_per_block(batch, dim // block, spec.axis_order),
         block=block,
         vector=vector,
         interpret=interpret,
@@ -707,7 +727,7 @@ def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Pl
         inputs,
         (columns_out,),
         (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
-        grid={"request": batch, "block": dim // plan.block},
+        grid={"request": batch // plan.requests, "block": dim // plan.block},
         name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
         interpret=plan.interpret,
     )

@@ -43,7 +43,7 @@ def check(point: Point) -> bool:
     case = subjects.Case(spec, point.batch, 1)
     cache = subjects.random_cache(spec)
     (slots,), (rows,), (accepted,) = subjects.index_sets(case, 1)
-    (x,), weight = subjects.verify_inputs(case, 1)
+    (x,), weights = subjects.verify_inputs(case, 1)
 
     def results(implementation: Any) -> list[np.ndarray]:
         if point.operation == "commit":
@@ -55,7 +55,7 @@ def check(point: Point) -> bool:
             return [np.asarray(commit(cache.conv_state, cache.conv_windows))]
         verify = jax.jit(
             lambda x, pool, windows: causal_conv1d_verify(
-                x, pool, windows, weight, spec=spec, state_indices=slots, layer=1, window_rows=rows,
+                x, pool, windows, weights[1], spec=spec, state_indices=slots, layer=1, window_rows=rows,
                 implementation=implementation,
             )
         )  # fmt: skip

@@ -104,28 +104,28 @@ def _looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...]) 
     return runner
 
 
-def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], ConvWeight]:
-    """Inputs of `count` calls in the state's dtype and the prepared weights of all layers."""
+def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], list[ConvWeight]]:
+    """Inputs of `count` calls in the state's dtype, and every layer's prepared weight."""
     spec = case.spec
-    keys = jax.random.split(jax.random.key(case.seed), count + 1)
+    keys = jax.random.split(jax.random.key(case.seed), count + spec.num_layers)
     shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
-    x = [jax.random.normal(key, shape, spec.dtype) for key in keys[1:]]
-    return x, ConvWeight(jax.random.normal(keys[0], (spec.num_layers, spec.width, spec.conv_dim), spec.dtype))
+    x = [jax.random.normal(key, shape, spec.dtype) for key in keys[:count]]
+    return x, [ConvWeight(jax.random.normal(key, (spec.width, spec.conv_dim), spec.dtype)) for key in keys[count:]]
 
 
 def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
     """Verifies, one layer each in turn, buffer donated; the layers of one step share their index arrays."""
     slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, case.steps))
-    x, weight = verify_inputs(case, case.calls)
+    x, weights = verify_inputs(case, case.calls)
 
-    def verifies(carried: Any, pool: jax.Array, x: Any, weight: Any, slots: Any, rows: Any) -> Any:
+    def verifies(carried: Any, pool: jax.Array, x: Any, weights: Any, slots: Any, rows: Any) -> Any:
         windows, outputs = carried[0], []  # every y is carried too, or XLA would drop it
         for call in range(case.calls):
             y, windows = causal_conv1d_verify(
                 x[call],
                 pool,
                 windows,
-                weight,
+                weights[call % case.spec.num_layers],
                 spec=case.spec,
                 state_indices=slots[call // case.spec.num_layers],
                 layer=call % case.spec.num_layers,
@@ -136,7 +136,7 @@ def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementati
         return windows, outputs
 
     carried = jnp.copy(cache.conv_windows), [jnp.zeros_like(one) for one in x]
-    return _looped(verifies, carried, (cache.conv_state, x, weight, slots, rows))
+    return _looped(verifies, carried, (cache.conv_state, x, weights, slots, rows))
 
 
 def torch_cache(spec: ConvCacheSpec) -> tuple[Any, Any, Any]:
