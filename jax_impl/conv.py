@@ -656,11 +656,14 @@ def _store_entry(
     count, how = len(columns), (plan.vector, plan.interpret)
     if plan.spec.axis_order == "time_major":
         index = (*place, span(0, count), channels)
+        if limit is None:
+            store_runs(columns_out, index, dict(enumerate(columns)), *how)
+            return
         # The first token is always valid, so only the columns after it can be beyond the limit.
-        certain = count if limit is None else plan.spec.first_token_column + 1
+        certain = plan.spec.first_token_column + 1
         store_runs(columns_out, index, dict(enumerate(columns[:certain])), *how)
         for column in range(certain, count):
-            when(column < limit)(functools.partial(store_runs, columns_out, index, {column: columns[column]}, *how))
+            when(limit > column)(functools.partial(store_runs, columns_out, index, {column: columns[column]}, *how))
         return
     index = (*place, channels, span(0, count))
     if limit is None:
@@ -668,7 +671,7 @@ def _store_entry(
         return
     when(limit == count)(functools.partial(store_columns, columns_out, index, columns, *how))
     for column in range(count):
-        when((limit < count) & (column < limit))(
+        when((limit < count) & (limit > column))(
             functools.partial(store_column, columns_out, index, column, count, columns[column], *how)
         )
 

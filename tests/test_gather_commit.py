@@ -131,6 +131,17 @@ def test_slots_outside_the_pool_write_nothing(path: Path, axis_order: Any, row_e
 
 @both_orders
 @both_storages
+def test_counts_outside_the_tokens_write_nothing(path: Path, axis_order: Any, storage: Any) -> None:
+    """n = 0, -1, D+1 and beyond: not the nearest window, not zeros."""
+    spec = spec_of(4, 3, axis_order=axis_order, storage=storage)
+    pool, windows = cache_of(spec)
+    counts = ints(0, -1, 4, 5, 6, INT32_MIN, INT32_MAX)
+    assert_same_bits(path.commit(pool, windows, ints(1, 2, 3, 4, 5, 6, 7), counts, spec=spec), pool)
+    assert not path.gather(windows, counts, spec=spec).view(np.uint16).any()
+
+
+@both_orders
+@both_storages
 def test_rows_outside_the_buffer_write_nothing(path: Path, axis_order: Any, storage: Any) -> None:
     spec = spec_of(3, 3, axis_order=axis_order, storage=storage)
     pool, windows = cache_of(spec)

@@ -53,14 +53,17 @@ def looped(step: Step) -> Step:
 @both_orders
 @both_storages
 def test_a_donated_pool_keeps_its_address(storage: Any, axis_order: Any, dtype: str, place: Any) -> None:
-    """One commit under jit, three in scan, three in while_loop; what they write is right too."""
-    spec = spec_of(4, 3, axis_order=axis_order, storage=storage, dtype=dtype)
+    """One commit under jit, three in scan, three in while_loop: no second pool in between; what they write is right."""
+    spec = spec_of(4, 3, num_slots=301, axis_order=axis_order, storage=storage, dtype=dtype)
     slots, accepted = np.asarray([6, -9, 1], np.int32), np.asarray([3, 1, 2], np.int32)
     before, windows = unique_bits(spec.state_shape, dtype, 1), unique_bits(spec.windows_shape, dtype, 2)
     pool = jnp.array(before)
     address = pool.unsafe_buffer_pointer()
     step = jax.jit(place(lambda p, w, s, n: commit_conv_state(p, w, s, n, spec=spec)), donate_argnums=0)
-    after = step(pool, jnp.array(windows), jnp.array(slots), jnp.array(accepted))
+    arguments = (pool, jnp.array(windows), jnp.array(slots), jnp.array(accepted))
+    program = step.lower(*arguments).compile()
+    assert program.memory_analysis().temp_size_in_bytes < spec.state_bytes / 10
+    after = program(*arguments)
     assert after.unsafe_buffer_pointer() == address
     assert pool.is_deleted()
     expected = before
