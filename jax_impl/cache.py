@@ -52,6 +52,9 @@ def allocate_conv_cache(spec: ConvCacheSpec, sharding: Any = None) -> ConvCache:
                 f"`sharding`: expected one sharding or a pair (pool, buffer), got {len(sharding)} of them."
             )
         state_sharding, windows_sharding = sharding
+    for one in (state_sharding, windows_sharding):
+        if one is not None and not isinstance(one, jax.sharding.Sharding | jax.Device):
+            raise ValueError(f"`sharding`: expected a jax.sharding.Sharding or a device, got {type(one).__name__}.")
     return ConvCache(
         conv_state=jnp.zeros(spec.state_shape, spec.dtype, device=state_sharding),
         conv_windows=jnp.zeros(spec.windows_shape, spec.dtype, device=windows_sharding),
@@ -85,8 +88,6 @@ def reset_conv_state(
     assert slots is not None
     lead = (spec.num_layers,) if stacked else ()
     zeros = jnp.zeros((*lead, slots.shape[0], *spec.window_shape), spec.dtype)
-    live = (slots >= 0) & (slots < spec.num_slots)
-    if null is not None:
-        live &= slots != null
+    live = runs.live_slot(slots, null, spec=spec)
     where = runs.Runs(spec, slots, live, of="state", stacked=bool(stacked))
     return runs.put(conv_state, zeros, where)

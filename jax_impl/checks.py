@@ -25,23 +25,37 @@ def index_array(problems: Problems, name: str, value: Any, batch: int | None) ->
     Wider integers saturate instead of wrapping: 2^32 + 3 becomes 2^31 - 1, which every operation skips, and never 3.
     `batch` None accepts any length.
     """
-    if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-        if value.shape == (0,):  # an empty list has no integers to take a dtype from
-            value = value.astype(np.int32)
-    if not np.issubdtype(value.dtype, np.integer):
-        problems.add(name, "an integer array", dtype_name(value.dtype), "Index arrays are int32.")
+    array = _as_array(value)
+    if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
+        got = "a ragged or mixed list" if array is None else dtype_name(array.dtype)
+        problems.add(name, "an integer array", got, "Index arrays are int32.")
         return None
-    if value.ndim != 1 or (batch is not None and value.shape[0] != batch):
-        problems.expect(name, "request", (batch if batch is not None else -1,), value.shape)
+    if array.ndim != 1 or (batch is not None and array.shape[0] != batch):
+        problems.add(name, "request = (B,)" if batch is None else f"request = ({batch},)", tuple(array.shape))
         return None
-    if value.dtype == np.int32:
-        return jnp.asarray(value)
-    clip: Callable[..., Any] = jnp.clip if isinstance(value, jax.Array) else np.clip
-    limits = np.iinfo(value.dtype)
-    low, high = max(limits.min, INT32_MIN), min(limits.max, INT32_MAX)
-    clipped = clip(value, np.asarray(low, value.dtype), np.asarray(high, value.dtype))
-    return jnp.asarray(clipped.astype(np.int32))
+    if array.dtype == jnp.int32:
+        return jnp.asarray(array)
+    limits = jnp.iinfo(array.dtype)
+    low, high = max(int(limits.min), INT32_MIN), min(int(limits.max), INT32_MAX)
+    if (low, high) != (int(limits.min), int(limits.max)):
+        clip: Callable[..., Any] = jnp.clip if isinstance(array, jax.Array) else np.clip
+        array = clip(array, np.asarray(low, array.dtype), np.asarray(high, array.dtype))
+    return jnp.asarray(array.astype(jnp.int32))
+
+
+def _as_array(value: Any) -> Any:
+    """`value` as a NumPy or jax array; lists of Python integers of any size are saturated. None if it is neither."""
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, list | tuple):
+        if any(isinstance(one, jax.Array) for one in value):
+            return jnp.stack([jnp.asarray(one) for one in value]) if all(np.ndim(one) == 0 for one in value) else None
+        if all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in value):
+            return np.asarray([min(max(int(one), INT32_MIN), INT32_MAX) for one in value], np.int32)
+    try:
+        return np.asarray(value)
+    except ValueError:  # a ragged list
+        return None
 
 
 def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
@@ -51,13 +65,28 @@ def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
     if isinstance(null_slot, bool) or not isinstance(null_slot, int | np.integer):
         problems.add("null_slot", "a Python integer or None", repr(null_slot), "It is static: part of the program.")
         return None
-    return int(null_slot)
+    inside = INT32_MIN <= int(null_slot) <= INT32_MAX
+    return int(null_slot) if inside else None  # no slot has such a number
 
 
 def implementation_name(problems: Problems, implementation: Any) -> None:
     """Records a problem unless `implementation` is None or a known name."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         problems.add("implementation", f"None or one of {', '.join(IMPLEMENTATIONS)}", repr(implementation))
+
+
+def bool_array(problems: Problems, name: str, value: Any, batch: int | None) -> jax.Array | None:
+    """`value` as a bool array `[batch]`, or None with a problem recorded."""
+    array = _as_array(value)
+    if isinstance(value, list | tuple) and not value:
+        array = np.zeros(0, np.bool_)
+    if array is None or array.dtype != np.bool_:
+        problems.add(name, "a bool array", "a ragged or mixed list" if array is None else dtype_name(array.dtype))
+        return None
+    if batch is not None and array.shape != (batch,):
+        problems.expect(name, "request", (batch,), array.shape)
+        return None
+    return jnp.asarray(array)
 
 
 def float_array(problems: Problems, name: str, value: Any) -> jax.Array | None:
@@ -74,13 +103,12 @@ def float_array(problems: Problems, name: str, value: Any) -> jax.Array | None:
 def cache_array(
     problems: Problems, name: str, value: Any, spec: ConvCacheSpec, *, stacked: bool | None = None
 ) -> bool | None:
-    """Checks a pool (`conv_state`) or verify buffer (`conv_windows`) against the spec.
+    """Checks a pool (`conv_state`) or verify buffer (`conv_windows`) against the spec; `name` may go on with a path.
 
     Returns whether it is stacked over layers; None when it fits neither form. `stacked` asks for one of the forms.
     """
-    full, axes = (
-        (spec.state_shape, spec.state_axes) if name == "conv_state" else (spec.windows_shape, spec.windows_axes)
-    )
+    is_pool = name.startswith("conv_state")
+    full, axes = (spec.state_shape, spec.state_axes) if is_pool else (spec.windows_shape, spec.windows_axes)
     if not isinstance(value, jax.Array | np.ndarray):
         problems.add(name, "an array", type(value).__name__)
         return None
@@ -102,15 +130,16 @@ def cache_array(
 
 def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: ConvCacheSpec) -> jax.Array | None:
     """`layer` as an int32 scalar for stacked arrays, None for one layer's arrays."""
-    if stacked is None:
-        return None
-    if not stacked:
+    if stacked is False:
         if layer is not None:
             problems.add("layer", "None with one layer's arrays", repr(layer), "Pass stacked arrays to pick a layer.")
         return None
     if layer is None:
-        problems.add("layer", "an integer or an integer scalar with stacked arrays", "None")
+        if stacked:
+            problems.add("layer", "an integer or an integer scalar with stacked arrays", "None")
         return None
+    if isinstance(layer, np.ndarray) and layer.ndim == 0:
+        layer = layer[()]
     if isinstance(layer, int | np.integer) and not isinstance(layer, bool):
         if not 0 <= int(layer) < spec.num_layers:
             problems.add("layer", f"0 to num_layers - 1 = {spec.num_layers - 1}", int(layer))
@@ -137,3 +166,12 @@ def spec_argument(spec: Any) -> ConvCacheSpec:
     if not isinstance(spec, ConvCacheSpec):
         raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
     return spec
+
+
+def target_platform() -> str:
+    """Platform that a program traced now is for: that of the mesh set with `jax.set_mesh`, else of the default device.
+
+    The mesh counts first, because a program can be compiled for a GPU on a machine that has none.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from jax_impl import checks, runs
 from jax_impl.layout import ConvCacheSpec, Problems
-from jax_impl.windows import live_slot, live_window, row_array, take_windows
+from jax_impl.runs import live_slot
+from jax_impl.windows import live_window, row_array, take_windows
 
 # Bytes of one thread per run of channels. Nothing but copies: the widest access needs the fewest instructions.
 THREAD_BYTES = 16
@@ -95,7 +96,7 @@ def commit_conv_state(
       [9.0, 9.0, 9.0, 2.0, 3.0, 4.0]
     """
     problems = Problems()
-    call = _check_indices(
+    call, batch = _check_indices(
         problems,
         state_indices,
         num_accepted_tokens,
@@ -106,10 +107,10 @@ def commit_conv_state(
         track_num_tokens,
     )
     checks.implementation_name(problems, implementation)
-    groups = _check_groups(problems, conv_state, conv_windows, spec, None if call is None else call)
+    groups = _check_groups(problems, conv_state, conv_windows, spec, None if window_rows is not None else batch)
     problems.raise_if_any()
     assert call is not None
-    chosen = _choose(implementation, [group.spec for group in groups])
+    chosen = _choose(implementation, [group.spec for group in groups], call.batch * len(call.destinations))
     commit = _commit_xla if chosen == "xla" else functools.partial(_commit_pallas, interpret=chosen != "pallas")
     committed = [commit(call, group) for group in groups]
     return jax.tree.unflatten(jax.tree.structure(conv_state), committed)
@@ -134,8 +135,8 @@ def _check_indices(
     null_slot: Any,
     track_indices: Any,
     track_num_tokens: Any,
-) -> _Call | None:
-    """The index arguments as int32 `[B]`; the length of `state_indices` is B."""
+) -> tuple[_Call | None, int | None]:
+    """The index arguments as int32 `[B]`, and B, the length of `state_indices`; None where they do not fit."""
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     batch = None if slots is None else slots.shape[0]
     named = {
@@ -155,7 +156,7 @@ def _check_indices(
         problems.add(missing, "given together with the other track argument", "None")
     null = checks.null_slot_value(problems, null_slot)
     if problems.messages:
-        return None
+        return None, batch
     accepted = arrays["num_accepted_tokens"]
     assert slots is not None and accepted is not None
     destinations = [(slots, accepted)]
@@ -163,14 +164,16 @@ def _check_indices(
         track, count = arrays["track_indices"], arrays["track_num_tokens"]
         assert track is not None and count is not None
         destinations.append((track, count))
-    return _Call(tuple(destinations), arrays.get("window_rows"), arrays.get("num_valid_tokens"), null)
+    return _Call(tuple(destinations), arrays.get("window_rows"), arrays.get("num_valid_tokens"), null), batch
 
 
-def _check_groups(
-    problems: Problems, conv_state: Any, conv_windows: Any, spec: Any, call: _Call | None
-) -> list[_Group]:
-    """Pools with their buffers and specs, in the order of `conv_state`'s leaves."""
-    states, structure = jax.tree.flatten(conv_state)
+def _check_groups(problems: Problems, conv_state: Any, conv_windows: Any, spec: Any, batch: int | None) -> list[_Group]:
+    """Pools with their buffers and specs, in the order of `conv_state`'s leaves; `batch` rows are used in order."""
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(conv_state)
+    states = [state for _, state in with_paths]
+    if not states:
+        problems.add("conv_state", "at least one array", structure)
+        return []
     windows, windows_structure = jax.tree.flatten(conv_windows)
     if structure != windows_structure:
         problems.add("conv_windows", f"the pytree of conv_state, {structure}", windows_structure)
@@ -184,22 +187,23 @@ def _check_groups(
         return []
     specs = jax.tree.leaves(per_spec)
     groups = []
-    for one, state, buffer in zip(specs, states, windows, strict=True):
+    for one, (path, state), buffer in zip(specs, with_paths, windows, strict=True):
         checks.spec_argument(one)
-        stacked = checks.cache_array(problems, "conv_state", state, one)
-        checks.cache_array(problems, "conv_windows", buffer, one, stacked=stacked)
-        if call is not None and call.rows is None:
-            row_array(problems, None, call.batch, one)
+        place = jax.tree_util.keystr(path)
+        stacked = checks.cache_array(problems, f"conv_state{place}", state, one)
+        checks.cache_array(problems, f"conv_windows{place}", buffer, one, stacked=stacked)
+        if batch is not None:
+            row_array(problems, None, batch, one)
         groups.append(_Group(one, state, buffer, bool(stacked)))
     return groups
 
 
-def _choose(implementation: checks.Implementation | None, specs: list[ConvCacheSpec]) -> str:
+def _choose(implementation: checks.Implementation | None, specs: list[ConvCacheSpec], requests: int) -> str:
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return "xla"
     from jax_impl import pallas_backend  # kernels are imported only where one may run
 
-    return pallas_backend.choose(implementation, specs)
+    return pallas_backend.choose(implementation, specs, requests)
 
 
 def _commit_xla(call: _Call, group: _Group) -> jax.Array:
@@ -283,7 +287,7 @@ def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes:
     """
     from jax_impl import pallas_backend
 
-    if call.batch == 0:
+    if call.batch == 0 or group.spec.max_requests == 0:
         return group.conv_state
     spec = group.spec
     block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, thread_bytes)

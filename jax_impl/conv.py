@@ -26,7 +26,8 @@ from jax import lax
 
 from jax_impl import checks, runs
 from jax_impl.layout import ConvCacheSpec, Problems
-from jax_impl.windows import live_slot, row_array
+from jax_impl.runs import live_slot
+from jax_impl.windows import row_array
 
 Activation = Literal["silu"]
 
@@ -77,15 +78,14 @@ def prepare_conv_weight(weight: jax.Array, bias: jax.Array | None = None) -> Con
     taps, offset = checks.float_array(problems, "weight", weight), None
     if bias is not None:
         offset = checks.float_array(problems, "bias", bias)
+    if taps is not None and (taps.ndim not in (2, 3, 4) or (taps.ndim > 2 and taps.shape[-2] != 1)):
+        problems.add("weight", "channel, tap or channel, 1, tap or layer, channel, 1, tap", tuple(taps.shape))
+    elif taps is not None:
+        taps = taps[..., 0, :] if taps.ndim > 2 else taps
+        if offset is not None and offset.shape != taps.shape[:-1]:
+            problems.add("bias", f"{taps.shape[:-1]} like the weight", tuple(offset.shape))
     problems.raise_if_any()
     assert taps is not None
-    if taps.ndim not in (2, 3, 4) or (taps.ndim > 2 and taps.shape[-2] != 1):
-        axes = "channel, tap or channel, 1, tap or layer, channel, 1, tap"
-        raise ValueError(f"`weight`: expected {axes}, got {tuple(taps.shape)}.")
-    if taps.ndim > 2:
-        taps = taps[..., 0, :]
-    if offset is not None and offset.shape != taps.shape[:-1]:
-        raise ValueError(f"`bias`: expected {taps.shape[:-1]} like the weight, got {tuple(offset.shape)}.")
     return ConvWeight(jnp.swapaxes(taps, -1, -2), offset)
 
 
@@ -164,22 +164,18 @@ def causal_conv1d_verify(
     """
     checks.spec_argument(spec)
     problems = Problems()
-    call = _check_call(
+    call, batch, stacked = _check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
     )
-    batch = None if call is None else call.slots.shape[0]
+    _check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
     rows = row_array(problems, window_rows, batch, spec)
     valid = None
     if num_valid_tokens is not None:
         valid = checks.index_array(problems, "num_valid_tokens", num_valid_tokens, batch)
-    checks.cache_array(problems, "conv_windows", conv_windows, spec, stacked=None if call is None else call.stacked)
-    if call is not None:
-        expected = (call.slots.shape[0], spec.num_draft_tokens, spec.conv_dim)
-        if call.x.shape != expected:
-            problems.expect("x", "request, token, channel", expected, call.x.shape)
+    checks.cache_array(problems, "conv_windows", conv_windows, spec, stacked=stacked)
     problems.raise_if_any()
     assert call is not None and rows is not None
-    chosen = _choose(implementation, spec)
+    chosen = _choose(implementation, spec, call.slots.shape[0])
     if chosen == "xla":
         return _verify_xla(call, conv_state, conv_windows, rows, valid)
     rows_given = None if window_rows is None else rows
@@ -220,15 +216,14 @@ def causal_conv1d_update(
     """
     checks.spec_argument(spec)
     problems = Problems()
-    call = _check_call(
+    call, batch, _ = _check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
     )
-    if call is not None and call.x.shape != (call.slots.shape[0], spec.conv_dim):
-        problems.expect("x", "request, channel", (call.slots.shape[0], spec.conv_dim), call.x.shape)
+    _check_x(problems, x, "request, channel", (batch, spec.conv_dim))
     problems.raise_if_any()
     assert call is not None
     call = dataclasses.replace(call, x=call.x[:, None, :])
-    chosen = _choose(implementation, spec)
+    chosen = _choose(implementation, spec, call.slots.shape[0])
     if chosen != "xla":
         y, conv_state = _update_pallas(call, conv_state, interpret=chosen != "pallas")
         return y[:, 0], conv_state
@@ -278,29 +273,23 @@ def causal_conv1d_prefill(
     """
     checks.spec_argument(spec)
     problems = Problems()
-    call = _check_call(
+    call, batch, _ = _check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
     )
-    batch = None if call is None else call.slots.shape[0]
     length = None if lengths is None else checks.index_array(problems, "lengths", lengths, batch)
     carried = None
     if has_initial_state is not None:
-        carried = has_initial_state if isinstance(has_initial_state, jax.Array) else np.asarray(has_initial_state)
-        if carried.dtype != np.bool_:
-            problems.add("has_initial_state", "a bool array", carried.dtype)
-        elif batch is not None and carried.shape != (batch,):
-            problems.expect("has_initial_state", "request", (batch,), carried.shape)
-    if call is not None and (
-        call.x.ndim != 3 or call.x.shape[::2] != (call.slots.shape[0], spec.conv_dim) or not call.x.shape[1]
-    ):
-        problems.add(
-            "x", f"request, token, channel = ({call.slots.shape[0]}, T ≥ 1, {spec.conv_dim})", tuple(call.x.shape)
-        )
+        carried = checks.bool_array(problems, "has_initial_state", has_initial_state, batch)
+    shape = np.shape(x)
+    if len(shape) == 3 and shape[1] >= 1:
+        _check_x(problems, x, "request, token, channel", (batch, shape[1], spec.conv_dim))
+    elif isinstance(x, jax.Array | np.ndarray):
+        problems.add("x", f"request, token, channel = ({_number(batch)}, T ≥ 1, {spec.conv_dim})", shape)
     if implementation in ("pallas", "pallas_interpret"):
         problems.add("implementation", 'None or "xla" for prefill, which has no kernel', repr(implementation))
     problems.raise_if_any()
     assert call is not None
-    return _prefill_xla(call, conv_state, length, None if carried is None else jnp.asarray(carried))
+    return _prefill_xla(call, conv_state, length, carried)
 
 
 def _check_call(
@@ -315,8 +304,8 @@ def _check_call(
     null_slot: Any,
     activation: Any,
     implementation: Any,
-) -> _Call | None:
-    """What the three functions have in common; None when a later check would have nothing to compare with."""
+) -> tuple[_Call | None, int | None, bool | None]:
+    """What the three functions have in common: the call, B and whether the pool is stacked, each None if unknown."""
     inputs = checks.float_array(problems, "x", x)
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     stacked = checks.cache_array(problems, "conv_state", conv_state, spec)
@@ -325,9 +314,23 @@ def _check_call(
     null = checks.null_slot_value(problems, null_slot)
     checks.activation_name(problems, activation)
     checks.implementation_name(problems, implementation)
+    batch = None if slots is None else slots.shape[0]
     if inputs is None or slots is None or stacked is None or taps is None:
-        return None
-    return _Call(inputs, taps, spec, slots, null, picked, stacked, activation)
+        return None, batch, stacked
+    return _Call(inputs, taps, spec, slots, null, picked, stacked, activation), batch, stacked
+
+
+def _check_x(problems: Problems, x: Any, axes: str, expected: tuple[int | None, ...]) -> None:
+    """Records a problem unless x has the expected shape; None stands for a number that is not known."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return  # reported already
+    known = len(x.shape) == len(expected)
+    if not known or any(want is not None and want != size for want, size in zip(expected, x.shape, strict=True)):
+        problems.add("x", f"{axes} = ({', '.join(map(_number, expected))})", tuple(x.shape))
+
+
+def _number(size: int | None) -> str:
+    return "B" if size is None else str(size)
 
 
 def _check_weight(
@@ -336,13 +339,13 @@ def _check_weight(
     """The weight in the kernels' layout; None with a problem recorded when it does not fit."""
     dim, width = spec.conv_dim, spec.width
     if isinstance(weight, ConvWeight):
+        if checks.float_array(problems, "weight.taps", weight.taps) is None:
+            return None
         lead = (spec.num_layers,) if weight.taps.ndim == 3 else ()
         axes = "layer, " if lead else ""
         before = len(problems.messages)
-        checks.float_array(problems, "weight.taps", weight.taps)
         problems.expect("weight.taps", f"{axes}tap, channel", (*lead, width, dim), weight.taps.shape)
-        if weight.bias is not None:
-            checks.float_array(problems, "weight.bias", weight.bias)
+        if weight.bias is not None and checks.float_array(problems, "weight.bias", weight.bias) is not None:
             problems.expect("weight.bias", f"{axes}channel", (*lead, dim), weight.bias.shape)
         if bias is not None:
             problems.add("bias", "None with a ConvWeight", "an array", "Give it to prepare_conv_weight.")
@@ -360,12 +363,12 @@ def _check_weight(
     return None if taps is None else ConvWeight(taps, offset)
 
 
-def _choose(implementation: checks.Implementation | None, spec: ConvCacheSpec) -> str:
+def _choose(implementation: checks.Implementation | None, spec: ConvCacheSpec, requests: int) -> str:
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return "xla"
     from jax_impl import pallas_backend  # kernels are imported only where one may run
 
-    return pallas_backend.choose(implementation, [spec])
+    return pallas_backend.choose(implementation, [spec], requests)
 
 
 def _verify_xla(
@@ -607,7 +610,7 @@ def _target(
 
 
 def _activate_in_kernel(total: jax.Array, *, plan: _Plan) -> jax.Array:
-    """The activation; in float32 it is exact, for results of 16 bits the hardware's approximation is enough."""
+    """The activation: the plain form for float32 results, the hardware's approximation for 16-bit ones."""
     from jax_impl.pallas_backend import silu
 
     if plan.activation == "silu" and plan.y_dtype != jnp.float32:
@@ -693,7 +696,7 @@ def _launch_conv(
     from jax_impl import pallas_backend
 
     spec, (batch, tokens, dim) = call.spec, call.x.shape
-    if batch == 0:
+    if batch == 0 or (spec.max_requests == 0 and not advance):
         return jnp.zeros(call.x.shape, call.x.dtype), columns_out
     item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
     block, vector = pallas_backend.block_of(dim, item_bytes, thread_bytes)

@@ -84,7 +84,8 @@ class ConvCacheSpec:
       axis_order: "time_major", (column, channel): a window is one contiguous run; or "channel_major",
         (channel, column).
       storage: "sliding", the shared run of columns; or "dense", one whole window per draft token.
-      state_len: columns of state per slot: K-1 (the default) or K.
+      state_len: columns of state per slot: K-1 (the default) or K. Stored as a number, so `dataclasses.replace` with
+        another `width` has to give it again.
 
     Raises:
       ValueError: one message that names every field that is out of range.
@@ -281,12 +282,15 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       >>> use_storage(topk=1, parents=[-1, 0, 0, 1])
       'dense'
     """
-    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+    if isinstance(topk, bool) or not hasattr(topk, "__index__") or operator.index(topk) < 1:
         raise ValueError(f"`topk`: expected an integer of at least 1, got {topk!r}.")
     if parents is None:
         return "sliding" if topk == 1 else "dense"
-    links = parents.tolist() if hasattr(parents, "tolist") else list(parents)
-    rows = links if links and isinstance(links[0], Iterable) else [links]
+    links = _as_list(parents)
+    nested = isinstance(links, list) and any(isinstance(row, list) for row in links)
+    rows: Any = links if nested else [links]
+    if not isinstance(links, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"`parents`: expected [token] or [request, token], got {parents!r}.")
     storage: Storage = "sliding"
     for request, row in enumerate(rows):
         for token, parent in enumerate(row):
@@ -298,3 +302,12 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
             if parent != token - 1:
                 storage = "dense"
     return storage
+
+
+def _as_list(links: Any) -> Any:
+    """Nested sequences and arrays as nested lists, everything else as it is."""
+    if hasattr(links, "tolist"):
+        return links.tolist()
+    if isinstance(links, Iterable) and not isinstance(links, str):
+        return [_as_list(link) for link in links]
+    return links

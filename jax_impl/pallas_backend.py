@@ -23,6 +23,7 @@ from jaxlib.mlir import ir as mlir_ir
 from jaxlib.mlir.dialects import arith as mlir_arith
 from jaxlib.mlir.dialects import llvm as mlir_llvm
 
+from jax_impl.checks import target_platform
 from jax_impl.layout import ConvCacheSpec
 
 # Untyped, because their names and signatures are not the same in every version.
@@ -36,6 +37,7 @@ _IS_0_10 = jax.__version_info__ < (0, 11)
 
 MIN_COMPUTE_CAPABILITY = 9.0  # Hopper
 LANES = 128  # threads of a block; stores are not masked, so a block covers a multiple of this many channels
+MAX_GRID = 65_535  # limit of every grid axis but the last
 VECTOR_BYTES = 16  # widest access of one thread
 
 when = pl.when
@@ -43,8 +45,13 @@ span = pl.ds
 grid_index = lax.axis_index
 
 
-def unsupported(spec: ConvCacheSpec) -> str | None:
-    """Why the kernels cannot take this geometry, as an error message; None when they can."""
+def unsupported(spec: ConvCacheSpec, requests: int) -> str | None:
+    """Why the kernels cannot take this geometry and number of requests, as an error message; None when they can."""
+    if requests > MAX_GRID:
+        return (
+            f"`implementation`: expected at most {MAX_GRID} requests (both index sets of a commit together) for the "
+            f'Pallas kernels, got {requests}. Use "xla", or None to fall back to it.'
+        )
     if spec.conv_dim % LANES:
         return (
             f"`implementation`: expected conv_dim % {LANES} = 0 for the Pallas kernels, "
@@ -53,7 +60,7 @@ def unsupported(spec: ConvCacheSpec) -> str | None:
     return None
 
 
-def choose(implementation: str | None, specs: Sequence[ConvCacheSpec]) -> str:
+def choose(implementation: str | None, specs: Sequence[ConvCacheSpec], requests: int) -> str:
     """The implementation to run: a named one is obeyed or raises, None takes the kernels where they run.
 
     Raises:
@@ -61,7 +68,7 @@ def choose(implementation: str | None, specs: Sequence[ConvCacheSpec]) -> str:
     """
     if implementation == "xla":
         return "xla"
-    reasons = [reason for reason in map(unsupported, specs) if reason]
+    reasons = [reason for spec in specs if (reason := unsupported(spec, requests))]
     if implementation is None:
         return "pallas" if runs_here() and not reasons else "xla"
     if implementation == "pallas" and target_platform() != "gpu":
@@ -72,15 +79,6 @@ def choose(implementation: str | None, specs: Sequence[ConvCacheSpec]) -> str:
     if reasons:
         raise ValueError("\n".join(dict.fromkeys(reasons)))
     return implementation
-
-
-def target_platform() -> str:
-    """Platform that a program traced now is for: that of the mesh set with `jax.set_mesh`, else of the default device.
-
-    The mesh counts first, because a program can be compiled for a GPU on a machine that has none.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()
 
 
 def runs_here() -> bool:
@@ -144,7 +142,7 @@ def _run_places(tile: Any, channels: int, run: int, vector: int) -> list[Any]:
 
 
 def silu(value: jax.Array, vector: int, interpret: bool) -> jax.Array:
-    """value * sigmoid(value) in float32 to about 2^-21: for results that are rounded to 16 bits.
+    """value * sigmoid(value) in float32 to about 2^-21, zero below about -87: for results that are rounded to 16 bits.
 
     The exact exponential and division take more instructions than everything else in the kernel together, enough to
     keep it from the memory limit; the hardware's approximations take five.

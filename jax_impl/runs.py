@@ -7,12 +7,13 @@ that is not live reads the first row and is replaced by zeros.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_impl.checks import target_platform
 from jax_impl.layout import ConvCacheSpec
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32}
@@ -91,8 +92,29 @@ class Runs:
         return tuple(range(self.rows.ndim, self.rows.ndim + kept))
 
 
+def live_slot(slots: jax.Array, null_slot: int | None, *, spec: ConvCacheSpec) -> jax.Array:
+    """Requests whose slot is in the pool and is not the null slot."""
+    live = (slots >= 0) & (slots < spec.num_slots)
+    return live if null_slot is None else live & (slots != null_slot)
+
+
+@jax.custom_jvp
+def _state(array: jax.Array) -> jax.Array:
+    """The array itself. Copies are of bit patterns on most devices, where a gradient would silently be zero."""
+    return array
+
+
+@_state.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "The pool and the verify buffer are state, not parameters: gradients flow from y to x, weight and bias only. "
+        "Use jax.lax.stop_gradient on what is written to them."
+    )
+
+
 def take(array: jax.Array, where: Runs) -> jax.Array:
     """Reads runs: `[(L,) *rows.shape, *run]`; zeros where not live. Bits are preserved."""
+    array = _state(array)
     indexed, dropped, sizes = where.axes()
     offsets = where.offset_axes(dropped)
     if array.size == 0:
@@ -117,6 +139,7 @@ def _result_shape(
 
 def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
     """Writes runs and returns the array; everything else, and every run that is not live, keeps its bits."""
+    array, values = _state(array), lax.stop_gradient(values)
     indexed, dropped, _ = where.axes()
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=where.offset_axes(dropped),
@@ -146,7 +169,7 @@ def _needs_bits(dtype: jnp.dtype) -> bool:
     pool, and only bfloat16 before JAX 0.11 needs it: that compiler widens bfloat16 gathers and scatters to float32.
     """
     old = jax.__version_info__ < (0, 11)
-    return jax.default_backend() != "cpu" or (old and dtype == jnp.bfloat16)
+    return target_platform() != "cpu" or (old and dtype == jnp.bfloat16)
 
 
 def _to_bits(array: jax.Array) -> jax.Array:

@@ -80,12 +80,6 @@ def live_window(accepted: jax.Array, rows: jax.Array, valid: jax.Array | None, *
     return live
 
 
-def live_slot(slots: jax.Array, null_slot: int | None, *, spec: ConvCacheSpec) -> jax.Array:
-    """Requests whose slot is in the pool and is not the null slot."""
-    live = (slots >= 0) & (slots < spec.num_slots)
-    return live if null_slot is None else live & (slots != null_slot)
-
-
 def take_windows(
     conv_windows: jax.Array,
     accepted: jax.Array,

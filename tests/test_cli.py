@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ import jax_impl.commit
 import jax_impl.conv
 from jax_impl import checks, demo
 from jax_impl.__main__ import PLAN_COLUMNS, main
+from jax_impl.bench import measure, report
 from jax_impl.presets import PRESETS, get_preset
 
 ROOT = Path(__file__).parents[1]
@@ -393,3 +395,243 @@ def test_definition_by_hand(n):
     assert (scale == np.abs(result.y)).all()
     inputs = [10.0, 20.0, 1.0, 2.0, 3.0, 4.0]
     assert result.state_bits.view(np.float32)[0, :, :, 0].tolist() == [[90.0, 91.0], inputs[n : n + 2]]
+
+
+# ---- what the library refuses, and sizes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_an_option_that_the_library_refuses_is_one_line_and_exit_code_2(capsys, form):
+    assert main([*SMALL, "--implementation", "pallas", *form]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        'error: `implementation`: expected an NVIDIA GPU for "pallas", got platform cpu. '
+        'Use "pallas_interpret" to run the kernel on the CPU, or "xla".\n'
+    )
+
+
+def raising(error):
+    """A stand-in for `simulate` that raises `error`."""
+
+    def raises(*arguments, **options):
+        raise error
+
+    return raises
+
+
+def test_several_mismatches_are_still_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "simulate", raising(ValueError("`a`: expected 1, got 2.\n`b`: expected 3, got 4.")))
+    assert main([*SMALL, "--json"]) == 2
+    assert capsys.readouterr() == ("", "error: `a`: expected 1, got 2. `b`: expected 3, got 4.\n")
+
+
+def test_an_error_that_names_no_argument_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(demo, "simulate", raising(ValueError("operands could not be broadcast together")))
+    with pytest.raises(ValueError, match="broadcast"):
+        main([*SMALL, "--json"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "sizes"),
+    [
+        (("--requests", "1000000000"), "argument --requests", "1000000000 requests and 4 draft tokens"),
+        (("--draft-tokens", "1000000000"), "argument --draft-tokens", "16 requests and 1000000000 draft tokens"),
+        (
+            ("--requests", "5000", "--draft-tokens", "5000"),
+            "arguments --requests, --draft-tokens",
+            "5000 requests and 5000 draft tokens",
+        ),
+        (
+            ("--model", "Kimi-K3", "--dtype", "float32", "--storage", "dense"),
+            "argument --model",
+            "16 requests and 4 draft tokens",
+        ),
+    ],
+)
+def test_a_demo_too_large_is_refused_before_it_allocates(capsys, monkeypatch, options, names, sizes):
+    monkeypatch.setattr(demo, "simulate", raising(AssertionError("the run began")))
+    message = refused(capsys, "demo", "--json", *options)
+    assert message.startswith(
+        f"python -m jax_impl demo: error: {names}: expected a run of at most 17,179,869,184 bytes (16 GiB), got "
+    )
+    assert f"{sizes}" in message
+
+
+def test_the_bytes_of_a_demo_by_hand():
+    spec = get_preset("LFM2-1.2B").spec(num_slots=6, max_requests=4, num_draft_tokens=4)
+    pool, buffer = 10 * 6 * 2 * 2048 * 2, 10 * 4 * 5 * 2048 * 2
+    assert demo.run_bytes(spec) == 8 * pool + buffer + 8 * 10 * 4 * 9 * 2048 * 4  # prompts have 9 tokens
+    spec = get_preset("LFM2-1.2B").spec(num_slots=6, max_requests=4, num_draft_tokens=10, axis_order="channel_major")
+    buffer = 10 * 4 * 11 * 2048 * 2
+    assert demo.run_bytes(spec) == 10 * pool + buffer + 8 * 10 * 4 * 10 * 2048 * 4  # both results are transposed
+
+
+def test_the_limit_is_allowed_and_one_byte_more_is_not(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
+    spec = get_preset("LFM2-1.2B").spec(num_slots=6, max_requests=4, num_draft_tokens=4)
+    monkeypatch.setattr(demo, "MAX_RUN_BYTES", demo.run_bytes(spec))
+    assert main([*SMALL, "--json"]) == 0
+    monkeypatch.setattr(demo, "MAX_RUN_BYTES", demo.run_bytes(spec) - 1)
+    capsys.readouterr()
+    assert f"got {demo.run_bytes(spec):,} bytes" in refused(capsys, *SMALL, "--json")
+
+
+def test_the_default_demo_of_every_model_is_within_the_limit(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
+    for preset in PRESETS:
+        assert main(["demo", "--model", preset.name, "--json"]) == 0, preset.name
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def no_run(request, monkeypatch):
+    """Both kinds of device, and a failure when anything is checked or measured."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    for name in ("check", "measure"):
+        monkeypatch.setattr(measure, name, raising(AssertionError("the run began")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("comit",), "argument OPERATION: expected commit, verify or all, got comit."),
+        (("all", "comit"), "argument OPERATION: expected commit, verify or all, got comit."),
+        (
+            ("--preset", "Kimi-K33"),
+            "argument --preset: expected a published model, got 'Kimi-K33'. Close names: Kimi-K3.",
+        ),
+        (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8' (choose from "),
+        (("--tp", "0"), "argument --tp: expected an integer from 1 to 10^9, got '0'."),
+        (
+            ("--tp", "3"),
+            "argument --tp: expected a divisor of part q = 16 heads, got 3. Every part is divided over the ranks "
+            "separately; heads are not split. Model: Qwen3.5-35B-A3B.",
+        ),
+        (("--batch", "4", "0"), "argument --batch: expected an integer from 1 to 256, got '0'."),
+        (("--batch", "257"), "argument --batch: expected an integer from 1 to 256, got '257'."),
+        (("--batch", "many"), "argument --batch: expected an integer from 1 to 256, got 'many'."),
+        (("--draft-tokens", "4", "0"), "argument --draft-tokens: expected an integer from 1 to 10^9, got '0'."),
+        (("--repeats", "0"), "argument --repeats: expected an integer from 1 to 10^9, got '0'."),
+        (("--slots", "0"), "argument --slots: expected an integer from 1 to 10^9, got '0'."),
+        (
+            ("--batch", "4", "17", "8", "--slots", "16"),
+            "argument --slots: expected at least the largest --batch, 17, got 16. Each request has a slot of its own.",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("no_run")
+def test_bench_refuses_bad_arguments_on_every_device(capsys, arguments, message):
+    assert refused(capsys, "bench", *arguments).startswith(f"python -m jax_impl bench: error: {message}")
+
+
+def point(operation, order, tokens, batch):
+    """A point as `measure` yields it where torch is not installed."""
+    return {
+        "operation": operation, "axis_order": order, "num_draft_tokens": tokens, "width": 4, "conv_dim": 8192,
+        "num_layers": 30, "num_slots": 746, "dtype": "bfloat16", "batch": batch, "bytes": 24,
+        "pallas": {"median_us": 2.5}, "xla": {"median_us": 10.0},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A GPU that measures at once."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def rows(operation, spec, batches, repeats):
+        for batch in batches:
+            yield point(operation, spec.axis_order, spec.num_draft_tokens, batch)
+
+    monkeypatch.setattr(measure, "measure", rows)
+
+
+BENCH = ("bench", "--axis-order", "time_major", "--batch", "1", "256", "--slots", "256")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ((), "commit-verify"),
+        (("commit",), "commit"),
+        (("verify", "commit"), "verify-commit"),
+        (("--draft-tokens", "4"), "commit-verify"),
+        (("--draft-tokens", "2", "8", "16"), "commit-verify-D2-8-16"),
+        (("--draft-tokens", "4", "2"), "commit-verify-D4-2"),
+    ],
+)
+@pytest.mark.usefixtures("measured")
+def test_bench_file_names(capsys, tmp_path, options, name):
+    assert main([*BENCH, "--out", str(tmp_path / "new" / "folder"), *options]) == 0
+    (path,) = (tmp_path / "new" / "folder").iterdir()
+    record = json.loads(path.read_text())
+    assert path.name == f"{record['environment']['date']}-{name}.json"
+    assert (record["preset"], record["tp"]) == ("Qwen3.5-35B-A3B", 1)
+    operations, tokens = name.split("-D")[0].split("-"), [int(n) for n in (name + "-D4").split("-D")[1].split("-")]
+    points = [(p["operation"], p["num_draft_tokens"], p["batch"]) for p in record["points"]]
+    assert points == [(o, d, b) for o in operations for d in tokens for b in (1, 256)]
+    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+
+
+@pytest.mark.usefixtures("measured")
+def test_an_interrupted_bench_keeps_every_point(capsys, monkeypatch, tmp_path):
+    rows, seen = measure.measure, []
+
+    def interrupted(*arguments):
+        for row in rows(*arguments):
+            seen.append([len(json.loads(path.read_text())["points"]) for path in tmp_path.iterdir()])
+            if len(seen) == 4:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(measure, "measure", interrupted)
+    assert main([*BENCH, "--out", str(tmp_path)]) == 130
+    assert seen == [[], [1], [2], [3]]
+    (path,) = tmp_path.iterdir()
+    assert [p["batch"] for p in json.loads(path.read_text())["points"]] == [1, 256, 1]
+
+
+def test_a_results_file_is_replaced_whole_or_not_at_all(monkeypatch, tmp_path):
+    path = tmp_path / "x.json"
+    report.write(path, {"points": [1]})
+    monkeypatch.setattr(report.os, "replace", raising(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        report.write(path, {"points": [1, 2]})
+    assert json.loads(path.read_text()) == {"points": [1]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("measured")
+def test_bench_out_that_cannot_be_a_directory_is_refused_before_anything_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "measure", raising(AssertionError("the run began")))
+    (tmp_path / "file").write_text("")
+    message = refused(capsys, *BENCH, "--out", str(tmp_path / "file" / "folder"))
+    assert message.startswith("python -m jax_impl bench: error: argument --out: expected a directory, got ")
+
+
+def test_the_comparison_before_a_run_has_no_more_requests_than_slots():
+    spec = get_preset("LFM2-1.2B").spec(num_slots=8, max_requests=256, num_draft_tokens=4)
+    assert measure.reduced("commit", spec).batch == 8
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", "3", '{"environment": 1, "points": []}', b"\xff\xfe"])
+def test_bench_report_of_no_results_file_is_one_line(capsys, tmp_path, content):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["bench", "--report", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: `{path}`: expected a file written by bench --out, got ")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("measured")
+def test_bench_prints_the_file_that_it_wrote(capsys, tmp_path):
+    assert main([*BENCH, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    capsys.readouterr()
+    assert main(["bench", "--report", str(path)]) == 0
+    assert "| commit | time_major | 4 | 256 | 2.50 | – | – | 4.0 | – |" in capsys.readouterr().out.splitlines()

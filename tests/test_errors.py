@@ -119,7 +119,12 @@ CASES: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         {"x": zeros(2, 0, 96)},
         "`x`: expected request, token, channel = (2, T ≥ 1, 96), got (2, 0, 96).",
     ),
-    (CONVOLUTIONS, {"x": np.zeros((2, 3, 96))}, f"`x`: {FLOATS}, got float64. {UNCAST}"),
+    (
+        ("causal_conv1d_verify", "causal_conv1d_prefill"),
+        {"x": np.zeros((2, 3, 96))},
+        f"`x`: {FLOATS}, got float64. {UNCAST}",
+    ),
+    ("causal_conv1d_update", {"x": np.zeros((2, 96))}, f"`x`: {FLOATS}, got float64. {UNCAST}"),
     (CONVOLUTIONS, {"x": "x"}, "`x`: expected an array, got str."),
     (
         CONVOLUTIONS,
@@ -373,8 +378,8 @@ def test_every_group_is_checked() -> None:
         spec=(SPEC, other),
     )
     assert message_of(call).splitlines() == [
-        f"{WINDOWS}, got (2, 3, 4, 96).",
-        "`conv_state`: expected layer, slot, column, channel = (1, 5, 2, 8), got (1, 5, 3, 8).",
+        f"{WINDOWS.replace('conv_windows', 'conv_windows[0]')}, got (2, 3, 4, 96).",
+        "`conv_state[1]`: expected layer, slot, column, channel = (1, 5, 2, 8), got (1, 5, 3, 8).",
     ]
 
 

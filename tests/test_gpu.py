@@ -160,6 +160,40 @@ def test_verify(axis_order: Any, width: int, dtype: str) -> None:
         assert not y[[0, 2, 4, 5]].astype(np.float32).any()
 
 
+@pytest.mark.parametrize("batch", [1, 16, 64, 256])
+@both_orders
+def test_verify_of_a_models_layer(axis_order: Any, batch: int) -> None:
+    """Every block size and number of requests per grid point that the batch size chooses, on one real geometry."""
+    spec = ConvCacheSpec(2, 300, 256, 8192, 4, 4, axis_order=axis_order)
+    rng = np.random.default_rng(batch)
+    pool, windows = values(spec.state_shape, spec.dtype, 1), poison(spec.windows_shape, spec.dtype)
+    x, weight = values((batch, 4, 8192), spec.dtype, 2), values((8192, 4), spec.dtype, 3)
+    options: dict[str, Any] = {
+        "spec": spec,
+        "layer": 1,
+        "state_indices": rng.integers(-1, 301, batch).astype(np.int32),
+        "window_rows": rng.permutation(256)[:batch].astype(np.int32),
+        "num_valid_tokens": rng.integers(0, 6, batch).astype(np.int32),
+        "null_slot": 7,
+    }
+    path = adapters.path("jax-pallas-gpu")
+    y, buffer, after = path.verify(x, pool, windows, weight, **options)
+    exact, expected, _ = DEFINITION.verify_exactly(x, pool, windows, weight, **options)
+    absolute = (np.abs(array) for array in (x, pool, windows, weight))
+    magnitude, _, _ = DEFINITION.verify_exactly(*absolute, **options | {"activation": None})
+    assert_same_bits(after, pool)
+    assert_same_bits(buffer, expected)
+    assert_y_close(y, exact, magnitude, spec)
+    one_token = {name: options[name] for name in ("spec", "layer", "state_indices", "null_slot")}
+    distinct = rng.permutation(300)[:batch].astype(np.int32)
+    y, after = path.update(x[:, 0], pool, weight, **one_token | {"state_indices": distinct})
+    _, expected = DEFINITION.update(x[:, 0], pool, weight, **one_token | {"state_indices": distinct})
+    assert_same_bits(after, expected)
+    first, _, _ = path.verify(x, pool, windows, weight, **options | {"state_indices": distinct})
+    live = (options["num_valid_tokens"] >= 1) & (options["num_valid_tokens"] <= 4)
+    assert_same_bits(y[live], first[live, 0])
+
+
 @both_orders
 @both_storages
 def test_two_hundred_steps_leave_the_pool_alone(axis_order: Any, storage: Any) -> None:

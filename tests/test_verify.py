@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_impl.layout import ConvCacheSpec
+from jax_impl.layout import AXIS_ORDERS, ConvCacheSpec
 from tests.adapters import DEFINITION, Path
+from tests.adapters import path as named_path
 from tests.cases import (
     DTYPES,
     INT32_MAX,
@@ -59,7 +60,7 @@ def magnitude_of(x: Any, pool: Any, windows: Any, weight: Any, bias: Any, **opti
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 
-@on_grid()
+@on_grid(every_second_for="jax-xla")
 def test_verify_equals_the_definition(path: Path, spec: ConvCacheSpec) -> None:
     """One layer of a stack, all reasons to skip mixed; dtypes, bias, SiLU, rows, v and null slot take turns."""
     turn = spec.width + spec.num_draft_tokens + (spec.axis_order == "time_major") + 2 * (spec.storage == "dense")
@@ -245,6 +246,30 @@ def test_no_nan_of_a_previous_owner(path: Path) -> None:
         assert not y[[0, 2]].view(np.uint16).any()
     committed = path.commit(pool, windows, slots, ints(3, 2, 1), spec=spec, num_valid_tokens=valid)
     assert np.isfinite(committed[:, 6].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("axis_order", "storage"), [("time_major", "dense"), ("channel_major", "sliding")])
+def test_two_requests_of_one_grid_point(monkeypatch: pytest.MonkeyPatch, axis_order: Any, storage: Any) -> None:
+    """Large batches give a grid point two requests: live next to skipped, short next to long, verify and update."""
+    from jax_impl import conv
+
+    path = named_path("jax-pallas_interpret")
+    spec = spec_of(4, 3, axis_order=axis_order, storage=storage)
+    slots, valid, rows = ints(2, -1, 0, 7, 4, 5), ints(3, 3, 1, 2, 0, 3), ints(5, 1, 0, 3, 8, 2)
+    pool = poisoned_pool(spec, ints(2, 0, 7, 5), 1)
+    windows, weight = unique_bits(spec.windows_shape, spec.dtype, 2), values((128, 4), "float32", 3)
+    x = values((6, 3, 128), "float32", 4)
+    step: dict[str, Any] = {"spec": spec, "state_indices": slots, "layer": 1, "as_given": True}
+    options: dict[str, Any] = step | {"window_rows": rows, "num_valid_tokens": valid}
+    singly = path.verify(x, pool, windows, weight, **options), path.update(x[:, 0], pool, weight, **step)
+    monkeypatch.setattr(conv, "FULL_GRID", dict.fromkeys(AXIS_ORDERS, 1))
+    assert conv.requests_per_block(6, 1, axis_order) == 2
+    y, buffer, _ = path.verify(x, pool, windows, weight, **options)
+    assert_same_bits(y, singly[0][0])
+    assert_same_bits(buffer, singly[0][1])
+    y, pool = path.update(x[:, 0], pool, weight, **step)
+    assert_same_bits(y, singly[1][0])
+    assert_same_bits(pool, singly[1][1])
 
 
 # --- layers, forms and indices ----------------------------------------------------------------------------------------
