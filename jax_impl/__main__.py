@@ -23,7 +23,11 @@ SUBCOMMANDS = ("jax_impl.demo", "jax_impl.bench.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses `argv` (the process's arguments by default), runs the subcommand and returns the exit code."""
+    """Parses `argv` (the process's arguments by default), runs the subcommand and returns the exit code.
+
+    What the library refuses is one line on stderr and exit code 2: a `ValueError` whose message begins with the name
+    of an argument, as all of the library's do. Any other `ValueError` is a bug and keeps its traceback.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m jax_impl", description="Exact conv-state rollback for speculative decoding, in JAX."
     )
@@ -38,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except CliError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        if not str(error).startswith("`"):
+            raise
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -32,6 +32,7 @@ NULL_SLOT = 0
 SPARE_SLOTS = 2
 MAX_PROMPT_TOKENS = 9
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+MAX_RUN_BYTES = 16 * 2**30  # of all arrays of a run together, so that a slip of a digit does not take the machine down
 
 
 class CliError(Exception):
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         axis_order=args.axis_order,
         storage=args.storage,
     )
+    _refuse_large(spec, args)
     start = time.perf_counter()
     counts: dict[int, int] = dict.fromkeys(range(args.draft_tokens + 1), 0)
     with _progress(args.steps, hidden=args.json) as advance:
@@ -123,6 +125,34 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_report(preset, spec, args, counts, seconds, mismatch)
     return 0 if mismatch is None else 1
+
+
+def run_bytes(spec: ConvCacheSpec) -> int:
+    """Bytes of the arrays that a run holds at once, device and host together.
+
+    Pools: two on the device, and in NumPy the random bits, the same by column, the definition's, its copy from before a
+    step and both results, which channel_major swaps once more. One buffer. Float32 arrays `[L, R, tokens, conv_dim]`:
+    x on both sides, two results, the definition's y, scale and tolerance, and the difference.
+    """
+    pools = 8 if spec.axis_order == "time_major" else 10
+    tokens = max(spec.num_draft_tokens, MAX_PROMPT_TOKENS)
+    per_token = 8 * ITEM_BYTES["float32"] * spec.num_layers * spec.max_requests * spec.conv_dim
+    return pools * spec.state_bytes + spec.windows_bytes + per_token * tokens
+
+
+def _refuse_large(spec: ConvCacheSpec, args: argparse.Namespace) -> None:
+    """Ends the command, before anything is allocated, when the run takes more than `MAX_RUN_BYTES`."""
+    num_bytes = run_bytes(spec)
+    if num_bytes <= MAX_RUN_BYTES:
+        return
+    raised = {"--requests": args.requests, "--draft-tokens": args.draft_tokens}
+    default = {name: args.parser.get_default(name.strip("-").replace("-", "_")) for name in raised}
+    names = [name for name, value in raised.items() if value > default[name]] or ["--model"]
+    args.parser.error(
+        f"argument{'s' * (len(names) > 1)} {', '.join(names)}: expected a run of at most {MAX_RUN_BYTES:,} bytes "
+        f"({MAX_RUN_BYTES / 2**30:.4g} GiB), got {num_bytes:,} bytes: {args.model.name} with {args.requests} requests "
+        f"and {args.draft_tokens} draft tokens, all copies that are compared included. `plan` takes any size."
+    )
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -506,16 +536,31 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextlib.contextmanager
 def _progress(steps: int, hidden: bool):
-    """A progress bar on stderr; yields the function that advances it by one step."""
+    """A progress bar on stderr; yields the function that advances it by one step.
+
+    It appears with the first step, so that a run that is refused prints the error and nothing else.
+    """
     if hidden:
         yield lambda: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("verify + commit", total=steps)
-        yield lambda: progress.advance(task)
+    progress, started = Progress(console=Console(stderr=True)), False
+    task = progress.add_task("verify + commit", total=steps)
+
+    def advance() -> None:
+        nonlocal started
+        if not started:
+            progress.start()
+            started = True
+        progress.advance(task)
+
+    try:
+        yield advance
+    finally:
+        if started:
+            progress.stop()
 
 
 def _saving_text(ratio: Fraction) -> str:

@@ -33,8 +33,8 @@ def small(operation: str, order: Any) -> Point:
 
 
 def reduced(operation: str, spec: ConvCacheSpec) -> Point:
-    """The measured geometry with two layers, for the comparison before it is timed."""
-    return Point(operation, dataclasses.replace(spec, num_layers=2), 16)
+    """The measured geometry with two layers, for the comparison before it is timed; each request needs a slot."""
+    return Point(operation, dataclasses.replace(spec, num_layers=2), min(16, spec.num_slots))
 
 
 def check(point: Point) -> bool:
