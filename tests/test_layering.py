@@ -27,7 +27,7 @@ LEVELS = {
     "demo": 6,
     "__main__": 7,
 }
-SAME_LEVEL = {("capacity", "presets")}
+SAME_LEVEL = {("capacity", "presets"), ("runs", "checks"), ("pallas_backend", "checks")}
 PACKAGE_LEVELS = {"model": 5, "bench": 6}
 WITHOUT_FRAMEWORK = ("layout", "capacity", "presets")
 
