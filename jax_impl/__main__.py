@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jax_impl.arguments import CliError, positive, published_model
 from jax_impl.capacity import capacity, gib, times
-from jax_impl.demo import CliError, positive, print_table, published_model
+from jax_impl.demo import print_table
 from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
 from jax_impl.presets import PRESETS, ConvPart, Preset
 

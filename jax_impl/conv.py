@@ -37,6 +37,9 @@ THREAD_BYTES = 4
 # Grid points from which on one of them takes two requests: four for each of an H200's 132 multiprocessors, or all that
 # fit at once in channel_major, whose kernel needs more registers.
 FULL_GRID = {"time_major": 528, "channel_major": 2112}
+# Columns a request may have for two to share a grid point. With the 19 of K = 4, D = 16 they take 182 registers a
+# thread, which leaves two blocks per multiprocessor.
+MAX_PAIRED_COLUMNS = 11
 
 
 @jax.tree_util.register_dataclass
@@ -679,9 +682,10 @@ def _store_entry(
         )
 
 
-def requests_per_block(batch: int, blocks: int, axis_order: str) -> int:
+def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -> int:
     """Requests that one grid point takes: two when the batch is even and enough grid points remain, else one."""
-    return 2 if batch % 2 == 0 and batch // 2 * blocks >= FULL_GRID[axis_order] else 1
+    two = batch % 2 == 0 and batch // 2 * blocks >= FULL_GRID[axis_order] and columns <= MAX_PAIRED_COLUMNS
+    return 2 if two else 1
 
 
 def _launch_conv(
@@ -714,7 +718,7 @@ def _launch_conv(
         stacked=call.stacked,
         stacked_weight=call.weight.taps.ndim == 3,
         advance=advance,
-        requests=requests_per_block(batch, dim // block, spec.axis_order),
+        requests=requests_per_block(batch, dim // block, spec.width - 1 + tokens, spec.axis_order),
         block=block,
         vector=vector,
         interpret=interpret,

@@ -22,9 +22,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jax_impl.arguments import CliError, not_negative, positive, published_model
 from jax_impl.capacity import Capacity, PublishedRow, SavingRow, capacity, gib, published_table, saving_table, times
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, STORAGES, ConvCacheSpec
-from jax_impl.presets import Preset, get_preset
+from jax_impl.presets import Preset
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
@@ -35,35 +36,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 MAX_RUN_BYTES = 16 * 2**30  # of all arrays of a run together, so that a slip of a digit does not take the machine down
 
 
-class CliError(Exception):
-    """Ends a command with one line on stderr and exit code 2."""
-
-
 # ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    """An integer from 1 to 10^9, as an argparse type."""
-    with contextlib.suppress(ValueError):
-        if 1 <= int(text) <= 10**9:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer from 1 to 10^9, got {text!r}.")
-
-
-def not_negative(text: str) -> int:
-    """An integer of at least 0, as an argparse type."""
-    with contextlib.suppress(ValueError):
-        if int(text) >= 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}.")
-
-
-def published_model(text: str) -> Preset:
-    """A preset by name, as an argparse type."""
-    try:
-        return get_preset(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("`name`: ")) from None
 
 
 def add_parser(subparsers: Any) -> None:

@@ -17,6 +17,7 @@ LEVELS = {
     "presets": 1,
     "pallas_backend": 1,
     "checks": 1,
+    "arguments": 2,
     "runs": 1,
     "cache": 2,
     "windows": 2,

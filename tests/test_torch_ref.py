@@ -647,12 +647,14 @@ WIDE = [2**32 + 3, -(2**32) + 3, 2**63 - 1, -(2**63)]
     ],
 )
 def test_wide_integers_saturate(backend: Backend, as_index: Callable[..., Any]) -> None:
-    if backend.device == "cuda":
-        pytest.skip("host-side conversion does not depend on the device")
     state, windows = scrambled(SPEC.state_shape, SPEC, 1), scrambled(SPEC.windows_shape, SPEC, 2)
     how: dict[str, Any] = {"spec": SPEC, "implementation": backend.implementation}
-    slots, ones = as_index([*WIDE, 3]), as_index([1] * 5)
-    pool = torch_ref.commit_conv_state(state.clone(), windows, slots, ones, **how)
+
+    def there(value: Any) -> Any:
+        return value.to(backend.device) if isinstance(value, torch.Tensor) else value
+
+    slots, ones = there(as_index([*WIDE, 3])), there(as_index([1] * 5))
+    pool = torch_ref.commit_conv_state(there(state.clone()), there(windows), slots, ones, **how).cpu()
     assert_same_bits(pool, committed(state, windows, SPEC, [(3, 4, 1)]))
     # 2^32 + 3 rows, counts or valid tokens are no 3 either
     pool = torch_ref.commit_conv_state(state.clone(), windows, [*range(5)], as_index([*WIDE, 3]), **how)

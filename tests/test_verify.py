@@ -263,7 +263,9 @@ def test_two_requests_of_one_grid_point(monkeypatch: pytest.MonkeyPatch, axis_or
     options: dict[str, Any] = step | {"window_rows": rows, "num_valid_tokens": valid}
     singly = path.verify(x, pool, windows, weight, **options), path.update(x[:, 0], pool, weight, **step)
     monkeypatch.setattr(conv, "FULL_GRID", dict.fromkeys(AXIS_ORDERS, 1))
-    assert conv.requests_per_block(6, 1, axis_order) == 2
+    assert conv.requests_per_block(6, 1, 6, axis_order) == 2
+    assert conv.requests_per_block(5, 1, 6, axis_order) == 1
+    assert conv.requests_per_block(6, 1, 19, axis_order) == 1
     y, buffer, _ = path.verify(x, pool, windows, weight, **options)
     assert_same_bits(y, singly[0][0])
     assert_same_bits(buffer, singly[0][1])

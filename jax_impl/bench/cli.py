@@ -1,60 +1,39 @@
 """`python -m jax_impl bench`: what a commit and a verify cost, beside a device copy of the same bytes."""
 
 import argparse
-import contextlib
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from jax_impl.arguments import positive, published_model, up_to
 from jax_impl.bench import report
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, ConvCacheSpec
-from jax_impl.presets import Preset, get_preset
 
 OPERATIONS = ("commit", "verify")
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def up_to(high: int, shown: str) -> Callable[[str], int]:
-    """An argparse type: an integer from 1 to `high`, which messages write as `shown`."""
-
-    def number(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if 1 <= int(text) <= high:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {shown}, got {text!r}.")
-
-    return number
-
-
-def published_model(text: str) -> Preset:
-    """A preset by name, as an argparse type."""
-    try:
-        return get_preset(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("`name`: ")) from None
-
-
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser("bench", help="time commit and verify against a device copy of the same bytes")
-    count = up_to(10**9, "10^9")
     rows = up_to(BUFFER_ROWS, f"{BUFFER_ROWS}")  # with more requests two of them would share a row
     option = parser.add_argument
     option("operations", nargs="*", metavar="OPERATION", help=f"{', '.join(OPERATIONS)} or all (default)")
     option("--preset", type=published_model, default="Qwen3.5-35B-A3B", help="model geometry (default: %(default)s)")
-    option("--tp", type=count, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    option("--slots", type=count, default=746, help="slots of the pool (default: %(default)s)")
+    option("--tp", type=positive, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    option("--slots", type=positive, default=746, help="slots of the pool (default: %(default)s)")
     option("--batch", type=rows, nargs="+", default=[1, 4, 16, 64, 256], help=f"requests per call, 1 to {BUFFER_ROWS}")
     option(
-        "--draft-tokens", type=count, nargs="+", default=list(report.DRAFT_TOKENS), help="D, tokens verified per step"
+        "--draft-tokens",
+        type=positive,
+        nargs="+",
+        default=list(report.DRAFT_TOKENS),
+        help="D, tokens per step",
     )
     option("--axis-order", nargs="+", default=list(AXIS_ORDERS), choices=AXIS_ORDERS)
     option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the state (default: %(default)s)")
-    option("--repeats", type=count, default=20, help="timed runs per point (default: %(default)s)")
+    option("--repeats", type=positive, default=20, help="timed runs per point (default: %(default)s)")
     option("--check", action="store_true", help="compare every result with the XLA form first")
     option("--report", type=pathlib.Path, metavar="FILE", help="print a results file as a table and stop")
     option("--out", type=pathlib.Path, help="directory for the JSON file, which is written after every point")
