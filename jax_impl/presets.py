@@ -301,5 +301,7 @@ def get_preset(name: str) -> Preset:
     if wanted in by_name:
         return by_name[wanted][1]
     close = [by_name[key][0] for key in difflib.get_close_matches(wanted, by_name, n=4)]
-    hint = f"Close names: {', '.join(close)}." if close else "No name is close; `PRESETS` has them all."
+    hint = (
+        f"Close names: {', '.join(close)}." if close else "No name is close; `python -m jax_impl plan` lists them all."
+    )
     raise ValueError(f"`name`: expected a published model, got {name!r}. {hint}")

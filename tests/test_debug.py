@@ -1,5 +1,9 @@
 """The debug checks name every request that is skipped or unspecified, and nothing else."""
 
+import re
+
+import pytest
+
 from jax_impl.debug import check_commit
 from jax_impl.layout import ConvCacheSpec
 
@@ -37,3 +41,23 @@ def test_a_snapshot_into_a_committed_slot() -> None:
         "`track_indices`: requests 1, 2 snapshot to slot 3; its content is unspecified.",
         "`track_indices`: requests 0 snapshot to slot 2, which requests 1 commit to; its content is unspecified.",
     ]
+
+
+def test_requests_that_read_nothing_share_no_slot() -> None:
+    """Two requests to one slot, one of them skipped for its row or its valid tokens: only the skip is reported."""
+    assert check_commit([3, 3], [2, 2], spec=SPEC, window_rows=[0, 7]) == [
+        "`window_rows`: request 1 reads row 7, outside the buffer of 5 rows; it is skipped."
+    ]
+    assert check_commit([3, 3], [2, 2], spec=SPEC, num_valid_tokens=[9, 0]) == [
+        "`num_valid_tokens`: request 0 has 9, outside 1 to 3; it is skipped.",
+        "`num_valid_tokens`: request 1 has 0, outside 1 to 3; it is skipped.",
+    ]
+
+
+def test_lengths_that_a_commit_refuses() -> None:
+    with pytest.raises(ValueError, match=re.escape("`num_accepted_tokens`: expected request = (2,), got (1,).")):
+        check_commit([0, 1], [1], spec=SPEC)
+    with pytest.raises(ValueError, match=re.escape("at most max_requests = 5 requests, got 6.")):
+        check_commit([0] * 6, [0] * 6, spec=SPEC)
+    with pytest.raises(ValueError, match="given together with `track_num_tokens`"):
+        check_commit([0], [1], spec=SPEC, track_indices=[1])

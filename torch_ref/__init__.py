@@ -2,19 +2,25 @@
 
 `reference` is the definition in eager torch, `kernels` the same steps in Triton, `ops` the public functions. Torch
 tensors are mutable, so the functions update the tensors that they are given and return those same tensors.
+
+The names are loaded on first use, so that the layout can be used without torch.
 """
 
-from torch_ref.cache import ConvCache, allocate_conv_cache, dense_view
-from torch_ref.layout import ConvCacheSpec, use_storage
-from torch_ref.ops import (
-    causal_conv1d_prefill,
-    causal_conv1d_update,
-    causal_conv1d_verify,
-    causal_conv1d_verify_float64,
-    commit_conv_state,
-    gather_windows,
-    reset_conv_state,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_ref.cache import ConvCache, allocate_conv_cache, dense_view
+    from torch_ref.layout import ConvCacheSpec, use_storage
+    from torch_ref.ops import (
+        causal_conv1d_prefill,
+        causal_conv1d_update,
+        causal_conv1d_verify,
+        causal_conv1d_verify_float64,
+        commit_conv_state,
+        gather_windows,
+        reset_conv_state,
+    )
 
 __all__ = [
     "ConvCache",
@@ -30,3 +36,28 @@ __all__ = [
     "reset_conv_state",
     "use_storage",
 ]
+
+_MODULE_OF = {
+    "ConvCache": "cache",
+    "ConvCacheSpec": "layout",
+    "allocate_conv_cache": "cache",
+    "causal_conv1d_prefill": "ops",
+    "causal_conv1d_update": "ops",
+    "causal_conv1d_verify": "ops",
+    "causal_conv1d_verify_float64": "ops",
+    "commit_conv_state": "ops",
+    "dense_view": "cache",
+    "gather_windows": "ops",
+    "reset_conv_state": "ops",
+    "use_storage": "layout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"torch_ref.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
