@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl import checks, runs
+from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.runs import live_slot
 from jax_impl.windows import live_window, row_array, take_windows
@@ -110,7 +111,8 @@ def commit_conv_state(
     groups = _check_groups(problems, conv_state, conv_windows, spec, None if window_rows is not None else batch)
     problems.raise_if_any()
     assert call is not None
-    chosen = _choose(implementation, [group.spec for group in groups], call.batch * len(call.destinations))
+    requests = call.batch * len(call.destinations)
+    chosen = choose_implementation(implementation, [group.spec for group in groups], requests)
     commit = _commit_xla if chosen == "xla" else functools.partial(_commit_pallas, interpret=chosen != "pallas")
     committed = [commit(call, group) for group in groups]
     return jax.tree.unflatten(jax.tree.structure(conv_state), committed)
@@ -196,14 +198,6 @@ def _check_groups(problems: Problems, conv_state: Any, conv_windows: Any, spec: 
             row_array(problems, None, batch, one)
         groups.append(_Group(one, state, buffer, bool(stacked)))
     return groups
-
-
-def _choose(implementation: checks.Implementation | None, specs: list[ConvCacheSpec], requests: int) -> str:
-    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
-        return "xla"
-    from jax_impl import pallas_backend  # kernels are imported only where one may run
-
-    return pallas_backend.choose(implementation, specs, requests)
 
 
 def _commit_xla(call: _Call, group: _Group) -> jax.Array:

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from jax_impl import checks, runs
+from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.runs import live_slot
 from jax_impl.windows import row_array
@@ -178,7 +179,7 @@ def causal_conv1d_verify(
     checks.cache_array(problems, "conv_windows", conv_windows, spec, stacked=stacked)
     problems.raise_if_any()
     assert call is not None and rows is not None
-    chosen = _choose(implementation, spec, call.slots.shape[0])
+    chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
     if chosen == "xla":
         return _verify_xla(call, conv_state, conv_windows, rows, valid)
     rows_given = None if window_rows is None else rows
@@ -226,11 +227,11 @@ def causal_conv1d_update(
     problems.raise_if_any()
     assert call is not None
     call = dataclasses.replace(call, x=call.x[:, None, :])
-    chosen = _choose(implementation, spec, call.slots.shape[0])
+    chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
     if chosen != "xla":
         y, conv_state = _update_pallas(call, conv_state, interpret=chosen != "pallas")
         return y[:, 0], conv_state
-    live = _live_requests(call)
+    live = _live(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
     columns = _history_then_inputs(call, _take_state(call, conv_state, live))
     y = _convolve(call, columns, live[:, None])
     state = jnp.stack(columns[-spec.state_columns :], axis=1)
@@ -366,22 +367,13 @@ def _check_weight(
     return None if taps is None else ConvWeight(taps, offset)
 
 
-def _choose(implementation: checks.Implementation | None, spec: ConvCacheSpec, requests: int) -> str:
-    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
-        return "xla"
-    from jax_impl import pallas_backend  # kernels are imported only where one may run
-
-    return pallas_backend.choose(implementation, [spec], requests)
-
-
 def _verify_xla(
     call: _Call, conv_state: jax.Array, conv_windows: jax.Array, rows: jax.Array, valid: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     spec, tokens = call.spec, call.spec.num_draft_tokens
-    live = _live_requests(call) & (rows >= 0) & (rows < spec.max_requests)
+    live = _live(call.slots, call.layer, rows, valid, spec=spec, null_slot=call.null_slot)
     token_is_valid = jnp.broadcast_to(live[:, None], (rows.shape[0], tokens))
     if valid is not None:
-        live &= (valid >= 1) & (valid <= tokens)
         token_is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < valid[:, None])
     columns = _history_then_inputs(call, _take_state(call, conv_state, live))
     y = _convolve(call, columns, token_is_valid)
@@ -407,7 +399,7 @@ def _prefill_xla(
     call: _Call, conv_state: jax.Array, lengths: jax.Array | None, carried: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     spec, batch, tokens = call.spec, call.x.shape[0], call.x.shape[1]
-    live = _live_requests(call)
+    live = _live(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
     if lengths is None:
         lengths = jnp.full((batch,), tokens, jnp.int32)
     live &= (lengths >= 1) & (lengths <= tokens)
@@ -428,17 +420,32 @@ def _prefill_xla(
     start = _no_bias() if bias is None else bias[None, None, :]
     total = _activate(_weighted_sum(window, rows, start), call.activation)
     y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
-    start = jnp.where(live, lengths, 0)
+    consumed = jnp.where(live, lengths, 0)
     last = jax.vmap(lambda columns, at: lax.dynamic_slice_in_dim(columns, at, spec.state_columns, axis=0))
-    return y, _put_state(call, conv_state, last(everything, start), live)
+    return y, _put_state(call, conv_state, last(everything, consumed), live)
 
 
-def _live_requests(call: _Call) -> jax.Array:
-    """bool `[B]`: slots in the pool, and a layer in it; a layer outside the stack skips every request."""
-    live = live_slot(call.slots, call.null_slot, spec=call.spec)
-    if call.layer is None:
-        return live
-    return live & (call.layer >= 0) & (call.layer < call.spec.num_layers)
+def _live(
+    slots: jax.Array,
+    layer: jax.Array | None,
+    rows: jax.Array | None = None,
+    valid: jax.Array | None = None,
+    *,
+    spec: ConvCacheSpec,
+    null_slot: int | None,
+) -> jax.Array:
+    """Which requests are not skipped, for arrays in the plain form and for scalars in the kernel; None is not asked.
+
+    Slots in the pool, a layer in the stack, rows in the buffer, and at least one and at most D valid tokens.
+    """
+    live = live_slot(slots, null_slot, spec=spec)
+    if layer is not None:
+        live &= (layer >= 0) & (layer < spec.num_layers)
+    if rows is not None:
+        live &= (rows >= 0) & (rows < spec.max_requests)
+    if valid is not None:
+        live &= (valid >= 1) & (valid <= spec.num_draft_tokens)
+    return live
 
 
 def _take_state(call: _Call, conv_state: jax.Array, live: jax.Array) -> jax.Array:
@@ -602,13 +609,14 @@ def _target(
     spec, slot = plan.spec, inputs["slots_in"][request]
     row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    live = live_slot(slot, plan.null_slot, spec=spec)
-    if valid is not None:
-        live &= (valid >= 1) & (valid <= plan.tokens)
-    if not plan.advance:
-        live &= (row >= 0) & (row < spec.max_requests)
-    if layer:
-        live &= (layer[0] >= 0) & (layer[0] < spec.num_layers)
+    live = _live(
+        slot,
+        layer[0] if layer else None,
+        None if plan.advance else row,
+        valid,
+        spec=spec,
+        null_slot=plan.null_slot,
+    )
     return live, slot, row, valid
 
 

@@ -23,7 +23,7 @@ from jaxlib.mlir import ir as mlir_ir
 from jaxlib.mlir.dialects import arith as mlir_arith
 from jaxlib.mlir.dialects import llvm as mlir_llvm
 
-from jax_impl.checks import target_platform
+from jax_impl.checks import Implementation, target_platform
 from jax_impl.layout import ConvCacheSpec
 
 # Untyped, because their names and signatures are not the same in every version.
@@ -60,14 +60,12 @@ def unsupported(spec: ConvCacheSpec, requests: int) -> str | None:
     return None
 
 
-def choose(implementation: str | None, specs: Sequence[ConvCacheSpec], requests: int) -> str:
-    """The implementation to run: a named one is obeyed or raises, None takes the kernels where they run.
+def choose(implementation: Implementation | None, specs: Sequence[ConvCacheSpec], requests: int) -> Implementation:
+    """The implementation to run: a named kernel is obeyed or raises, None takes the kernels where they run.
 
     Raises:
       ValueError: "pallas" or "pallas_interpret" with a geometry the kernels cannot take, or "pallas" without a GPU.
     """
-    if implementation == "xla":
-        return "xla"
     reasons = [reason for spec in specs if (reason := unsupported(spec, requests))]
     if implementation is None:
         return "pallas" if runs_here() and not reasons else "xla"

@@ -26,7 +26,7 @@ class Runs:
     Attributes:
       spec: geometry.
       rows: int32, any shape: slot of the pool or row of the buffer.
-      live: bool, broadcastable to `rows`: False reads zeros and writes nothing.
+      live: bool, broadcastable to `rows`: False reads zeros and writes nothing. False for a layer outside the stack.
       of: which array the runs are in.
       stacked: whether the array has the leading layer axis.
       layer: int32 scalar: only this layer of a stacked array. None: all layers.
@@ -68,20 +68,14 @@ class Runs:
                 dropped = (*dropped, position)
         return tuple(indexed), dropped, tuple(sizes)
 
-    def alive(self) -> jax.Array:
-        """Which indices name a run; a layer outside the stack makes none do."""
-        if self.layer is None:
-            return self.live
-        return self.live & (self.layer >= 0) & (self.layer < self.spec.num_layers)
-
     def index(self, dead_rows: jax.Array) -> jax.Array:
-        """Index vectors `[..., len(indexed axes)]`, in bounds where alive; the others are `dead_rows` at the origin."""
-        alive, shape = self.alive(), self.rows.shape
-        parts = [jnp.where(alive, self.rows, dead_rows)]
+        """Index vectors `[..., len(indexed axes)]`, in bounds where live; the others are `dead_rows` at the origin."""
+        shape = self.rows.shape
+        parts = [jnp.where(self.live, self.rows, dead_rows)]
         if self.layer is not None:
             parts.insert(0, jnp.broadcast_to(jnp.clip(self.layer, 0, self.spec.num_layers - 1), shape))
         if self.starts is not None:
-            parts.append(jnp.where(alive, self.starts, jnp.int32(0)))
+            parts.append(jnp.where(self.live, self.starts, jnp.int32(0)))
         return jnp.stack(parts, axis=-1).astype(jnp.int32)
 
     def offset_axes(self, dropped: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,7 +120,7 @@ def take(array: jax.Array, where: Runs) -> jax.Array:
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     found = lax.gather(_to_bits(array), where.index(jnp.zeros_like(where.rows)), dimensions, sizes, mode=mode)
     of_index = [axis for axis in range(found.ndim) if axis not in offsets]
-    alive = lax.broadcast_in_dim(jnp.broadcast_to(where.alive(), where.rows.shape), found.shape, of_index)
+    alive = lax.broadcast_in_dim(jnp.broadcast_to(where.live, where.rows.shape), found.shape, of_index)
     return _from_bits(jnp.where(alive, found, jnp.zeros_like(found)), array.dtype)
 
 

@@ -19,6 +19,7 @@ LEVELS = {
     "checks": 1,
     "arguments": 2,
     "runs": 1,
+    "implementation": 2,
     "cache": 2,
     "windows": 2,
     "debug": 3,

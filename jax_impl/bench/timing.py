@@ -46,25 +46,6 @@ def marginal_us(runner: Callable[[int], None], calls: int, repeats: int) -> dict
     return quantiles([(second - floor) * 1e6 / (rounds * calls) for _, second in pairs])
 
 
-def kernel_us(run: Callable[..., Any], arguments: Sequence[Any], iterations: int, name: str) -> dict[str, Any] | None:
-    """Durations of the kernels whose name contains `name`, from the driver's activity records; None without them.
-
-    `name` empty counts all kernels of one run together.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    measure: Any = profiler.measure
-    _, records = measure(run, aggregate=False, iterations=iterations)(*arguments)
-    if records is None:
-        return None
-    per_run = records if iterations > 1 else [records]
-    if name:
-        samples = [milliseconds * 1e3 for one in per_run for kernel, milliseconds in one if name in kernel]
-    else:
-        samples = [sum(milliseconds for _, milliseconds in one) * 1e3 for one in per_run]
-    return {**quantiles(samples), "kernels": len(samples) // iterations} if samples else None
-
-
 def environment() -> dict[str, Any]:
     """Device, driver, versions, flags and date of a measurement."""
     device = jax.devices()[0]
