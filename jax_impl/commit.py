@@ -147,7 +147,7 @@ def check_indices(
     track_indices: Any,
     track_num_tokens: Any,
 ) -> tuple[Call | None, jax.Array | None, int | None]:
-    """The call, `window_rows` as int32 `[B]` if given, and B, the length of `state_indices`; None if they do not fit."""
+    """The call, `window_rows` as int32 `[B]` if given, and B, the length of `state_indices`; None where they misfit."""
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     batch = None if slots is None else slots.shape[0]
     named = {
