@@ -1,7 +1,7 @@
 """Exact conv-state rollback for speculative decoding in PyTorch: the oracle of the JAX package, without its code.
 
-`reference` is the definition in eager torch, `kernels` the same steps in Triton, `ops` the public functions. Torch
-tensors are mutable, so the functions update the tensors that they are given and return those same tensors.
+`reference` is the definition in eager torch, `kernels` the same steps in Triton, `ops` and `commit` the public functions.
+Torch tensors are mutable, so the functions update the tensors that they are given and return those same tensors.
 
 The names are loaded on first use, so that the layout can be used without torch.
 """
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_ref.cache import ConvCache, allocate_conv_cache, dense_view
+    from torch_ref.commit import commit_conv_state
     from torch_ref.layout import ConvCacheSpec, use_storage
     from torch_ref.ops import (
         causal_conv1d_prefill,
         causal_conv1d_update,
         causal_conv1d_verify,
         causal_conv1d_verify_float64,
-        commit_conv_state,
         gather_windows,
         reset_conv_state,
     )
@@ -45,7 +45,7 @@ _MODULE_OF = {
     "causal_conv1d_update": "ops",
     "causal_conv1d_verify": "ops",
     "causal_conv1d_verify_float64": "ops",
-    "commit_conv_state": "ops",
+    "commit_conv_state": "commit",
     "dense_view": "cache",
     "gather_windows": "ops",
     "reset_conv_state": "ops",
