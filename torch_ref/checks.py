@@ -19,6 +19,7 @@ Implementation: TypeAlias = Literal["eager", "triton"] | None
 Activation: TypeAlias = Literal["silu"] | None
 
 FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+SHARED_DEVICE = "All tensors of a call share a device."
 INT32 = torch.iinfo(torch.int32)
 
 
@@ -32,7 +33,7 @@ class Indices:
 
     def same_device(self, name: str, device: torch.device) -> None:
         if device != self.device:
-            self.wrong.append(mismatch(name, f"device {self.device}", device, "All tensors of a call share a device."))
+            self.wrong.append(mismatch(name, f"device {self.device}", device, SHARED_DEVICE))
 
     def first_index(self, name: str, value: IndexArray) -> torch.Tensor:
         """An index array that must be there."""
@@ -94,22 +95,28 @@ class Call(Indices):
     After it, `state` and `windows` have a leading layer axis, and `common` holds what all steps share.
     """
 
-    def __init__(self, spec: Any, conv_state: Any, wrong: list[str], path: str = "", first: Any = None) -> None:
+    def __init__(
+        self, spec: Any, conv_state: Any, wrong: list[str], path: str = "", owner: str = "", first: Any = None
+    ) -> None:
+        self.owner, self.path = owner, path  # what messages put before and after the name of an argument
         if not isinstance(spec, ConvCacheSpec):
-            raise_mismatches([mismatch(f"spec{path}", "a torch_ref.ConvCacheSpec", type(spec).__name__)])
+            raise_mismatches([mismatch(self.called("spec"), "a torch_ref.ConvCacheSpec", type(spec).__name__)])
         first = conv_state if first is None else first
         super().__init__(first.device if isinstance(first, torch.Tensor) else torch.device("cpu"), wrong)
         self.spec: ConvCacheSpec = spec
-        self.path = path
         self.common: dict[str, Any] = {"spec": spec, "layer": None}
         self.x = self.state = self.windows = torch.empty(0)
         self.is_stacked = isinstance(conv_state, torch.Tensor) and conv_state.ndim == len(spec.state_shape)
         if first is conv_state:
             self.state = self.leaf("conv_state", conv_state, spec.state_shape, spec.state_axes)
 
+    def called(self, name: str) -> str:
+        """The argument's name with its place: `cache.conv['q'].conv_state`, `conv_state['q']`."""
+        return f"{self.owner}{name}{self.path}"
+
     def leaf(self, name: str, tensor: Any, shape: tuple[int, ...], axes: str) -> torch.Tensor:
         """A pool or buffer, stacked or one layer's, with a layer axis."""
-        name = f"{name}{self.path}"
+        name = self.called(name)
         if not isinstance(tensor, torch.Tensor):
             self.wrong.append(mismatch(name, "a torch.Tensor", type(tensor).__name__))
             return torch.empty(0)
@@ -128,21 +135,22 @@ class Call(Indices):
         """Layer and slot strides are free, the entry is contiguous, and no two elements share memory."""
         if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
             return
+        name = self.called(name)
         (rows, row_stride), (items, item_stride) = zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True)
         if (rows > 1 and row_stride != items) or (items > 1 and item_stride != 1):
             expected = f"strides of {self.spec.entry_axes} = {(items, 1)}"
             self.wrong.append(mismatch(name, expected, (row_stride, item_stride), "The other strides are free."))
-        elif written and _shares_memory(tensor):
+        elif written and shares_memory(tensor):
             self.wrong.append(mismatch(name, "elements that share no memory", f"strides {tuple(tensor.stride())}"))
 
     def take_windows(self, conv_windows: Any, *, written: bool = True) -> None:
         """The buffer beside the pool."""
         shape = self.spec.windows_shape
         self.windows = self.leaf("conv_windows", conv_windows, shape, self.spec.windows_axes)
-        self.check_written(f"conv_windows{self.path}", conv_windows, written=written)
+        self.check_written("conv_windows", conv_windows, written=written)
         if isinstance(conv_windows, torch.Tensor) and (conv_windows.ndim == len(shape)) != self.is_stacked:
             expected = "a layer axis, as conv_state has" if self.is_stacked else "no layer axis, as conv_state has none"
-            self.wrong.append(mismatch(f"conv_windows{self.path}", expected, tuple(conv_windows.shape)))
+            self.wrong.append(mismatch(self.called("conv_windows"), expected, tuple(conv_windows.shape)))
 
     def take_inputs(
         self, x: Any, weight: Any, bias: Any, tokens: tuple[str, int] | None, state_indices: IndexArray
@@ -212,9 +220,7 @@ class Call(Indices):
         return self.index("window_rows", window_rows)
 
     def check_rows(self, num_requests: int | None) -> None:
-        if num_requests is not None and num_requests > self.spec.max_requests:
-            expected = f"an index array, since requests = {num_requests} exceed max_requests = {self.spec.max_requests}"
-            self.wrong.append(mismatch("window_rows", expected, None, "None means row b for request b."))
+        check_rows(num_requests, self.spec.max_requests, "max_requests", self.wrong)
 
 
 def _saturated(value: torch.Tensor) -> torch.Tensor:
@@ -224,7 +230,8 @@ def _saturated(value: torch.Tensor) -> torch.Tensor:
     return value.long().clamp(INT32.min, INT32.max).int()
 
 
-def _shares_memory(tensor: torch.Tensor) -> bool:
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may lie in one place."""
     # axes nest when each steps over everything that the finer ones reach; layouts in use all do
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -236,29 +243,49 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_null_slot(null_slot: Any, wrong: list[str]) -> None:
+    """A null slot is static."""
     if null_slot is not None and (isinstance(null_slot, torch.Tensor) or as_integer(null_slot) is None):
         wrong.append(mismatch("null_slot", "a Python integer or None", repr(null_slot)))
 
 
+def check_rows(num_requests: int | None, num_rows: int, rows_called: str, wrong: list[str]) -> None:
+    """Without `window_rows` request b needs row b to exist."""
+    if num_requests is not None and num_requests > num_rows:
+        expected = f"an index array, since requests = {num_requests} exceed {rows_called} = {num_rows}"
+        line = mismatch("window_rows", expected, None, "None means row b for request b.")
+        if line not in wrong:  # groups of one model share their rows
+            wrong.append(line)
+
+
 def leaves_of(
-    state: Any, windows: Any, spec: Any, path: str, wrong: list[str]
-) -> Iterator[tuple[str, torch.Tensor, Any, Any]]:
-    """The leaves of equal structures, each with its place in words and its spec."""
-    if isinstance(state, torch.Tensor):
-        yield path, state, windows, spec
+    names: tuple[str, str], trees: tuple[Any, Any], wrong: list[str], spec: Any = None, path: str = ""
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """The leaves of two equal structures (None is an empty one), each with its place in words and its spec.
+
+    `spec` is whole, for all leaves below, or has the same structure down to where it is whole; None is whole too.
+    """
+    first, second = trees
+    if isinstance(first, torch.Tensor):
+        yield path, first, second, spec
         return
-    if not isinstance(state, (list, tuple, Mapping)):
-        wrong.append(mismatch(f"conv_state{path}", "a tensor, list, tuple or dict", type(state).__name__))
+    if first is None and second is None:
         return
-    keys = _keys(state)
-    whole = isinstance(spec, ConvCacheSpec)
-    for name, other in (("conv_windows", windows), *(() if whole else (("spec", spec),))):
-        if type(other) is not type(state) or set(_keys(other)) != set(keys):
-            wrong.append(mismatch(f"{name}{path}", f"the structure {_outline(state)} of conv_state", _outline(other)))
+    if not isinstance(first, (list, tuple, Mapping)):
+        wrong.append(mismatch(f"{names[0]}{path}", "a tensor, list, tuple or dict", type(first).__name__))
+        return
+    keys = _keys(first)
+    specs: dict[Any, Any] = dict.fromkeys(keys, spec)
+    others = [(names[1], second)]
+    if not (spec is None or isinstance(spec, ConvCacheSpec)):
+        specs = spec
+        others.append(("spec", spec))
+    for name, other in others:
+        if type(other) is not type(first) or set(_keys(other)) != set(keys):
+            expected = f"the structure {_outline(first)} of {names[0]}"
+            wrong.append(mismatch(f"{name}{path}", expected, _outline(other)))
             return
     for key in keys:
-        branch = spec if whole else spec[key]
-        yield from leaves_of(state[key], windows[key], branch, f"{path}[{key!r}]", wrong)
+        yield from leaves_of(names, (first[key], second[key]), wrong, specs[key], f"{path}[{key!r}]")
 
 
 def _keys(node: Any) -> list[Any]:

@@ -1,11 +1,44 @@
-"""The rollback after verification: every request's accepted state into its slot, in place."""
+"""The rollback after verification: every request's accepted state into its slot, in place.
 
-from typing import Any
+    conv_state[:, slot[b]]      = window(n[b]) of conv_windows[:, row[b]]
+    recurrent_state[:, slot[b]] = step_states[:, row[b], n[b] - 1]          for every request b that is not skipped
+
+and, where `track_indices` are given, the same once more with the tracked slots and counts: a snapshot of an earlier
+step for the prefix cache. All functions here check everything that they are given before they write anything, and read
+what was there before the call: a buffer whose range of memory overlaps that of a pool is copied first.
+
+A request is skipped, never clamped or wrapped, when its count is below 1, above D or above its valid tokens, its valid
+tokens are outside 1 … D, its slot is outside the pool or the null slot, or its row is outside the buffer.
+
+A recurrent commit is the commit of a dense buffer whose windows are one column of prod(…) channels, so both backends
+need one commit only. The Triton backend launches once for each tensor of a structure, for both index sets together:
+different pools have different sizes and addresses. Stack the layers where launches count; a stacked pool is one tensor.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from torch_ref.checks import Call, Implementation, IndexArray, Indices, check_null_slot, choose_backend, leaves_of
-from torch_ref.layout import mismatch
+from torch_ref.cache import ConvCache, HybridCache
+from torch_ref.checks import (
+    FLOATS,
+    SHARED_DEVICE,
+    Call,
+    Implementation,
+    IndexArray,
+    Indices,
+    check_null_slot,
+    check_rows,
+    choose_backend,
+    leaves_of,
+    shares_memory,
+)
+from torch_ref.layout import LARGEST, ConvCacheSpec, mismatch
+
+Cache = TypeVar("Cache")
 
 
 @torch.no_grad()
@@ -23,14 +56,12 @@ def commit_conv_state(
     track_num_tokens: IndexArray | None = None,
     implementation: Implementation = None,
 ) -> Any:
-    """Copies each request's accepted window into its slot, bit for bit, in place and in every layer.
-
-    A request is skipped, and its slot keeps every bit, when its slot is negative, beyond the pool or `null_slot`, its
-    row lies outside the buffer, n < 1, n > D, or, with `num_valid_tokens`, v < 1, v > D or n > v.
+    """Copies each request's accepted window into its slot, bit for bit, and leaves everything else as it is.
 
     Args:
-      conv_state: the pool, `spec.state_shape`, or one layer of it, or a list, tuple or dict (nested at will) of such.
-      conv_windows: the buffers, in the same structure.
+      conv_state: the pool, `spec.state_shape`, or one layer of it; or a structure of such tensors (lists, tuples and
+        dicts, nested as you like): one tensor per layer, several conv groups.
+      conv_windows: the buffer, of the same structure.
       state_indices: slot of each request, int `[B]`.
       num_accepted_tokens: n, int `[B]`; 0 commits nothing.
       spec: one `ConvCacheSpec`, or the upper part of the same structure with one for each branch.
@@ -46,44 +77,315 @@ def commit_conv_state(
     Raises:
       ValueError: an argument has another shape, dtype, device or range than stated.
 
-    Assumes: live requests have different slots; of two with one slot, either may win, other slots are right.
-    Moves: 2 * S * conv_dim elements per live request and layer.
+    Assumes: live requests have different slots, and a tracked slot is one that no request commits; of two with one
+      slot, either may win, other slots are right.
+    Moves: 2 * S * conv_dim elements per live request, layer and index set.
     """
     wrong: list[str] = []
-    calls: list[Call] = []
-    for path, state, windows, group in leaves_of(conv_state, conv_windows, spec, "", wrong):
-        call = Call(group, state, wrong, path)
-        call.check_written(f"conv_state{path}", state)
-        call.take_windows(windows, written=False)
-        calls.append(call)
-    device = calls[0].device if calls else torch.device("cpu")
-    shared = Indices(device, wrong)
-    slots = shared.first_index("state_indices", state_indices)
-    accepted = shared.index("num_accepted_tokens", num_accepted_tokens)
-    rows = shared.index("window_rows", window_rows)
-    valid = shared.index("num_valid_tokens", num_valid_tokens)
-    if (track_indices is None) != (track_num_tokens is None):
-        missing, given = ("track_indices", "track_num_tokens")[:: 1 if track_indices is None else -1]
-        wrong.append(mismatch(missing, f"an index array beside `{given}`", None, "The two come together."))
-    track_slots = shared.index("track_indices", track_indices)
-    track_accepted = shared.index("track_num_tokens", track_num_tokens)
-    for call in calls:
-        call.same_device(f"conv_state{call.path}", device)
-        if rows is None:
-            call.check_rows(shared.num_requests)
-    check_null_slot(null_slot, wrong)
-    backend = choose_backend(implementation, device, wrong)
-    for call in calls:
-        backend.commit(
-            call.state,
-            call.windows,
-            spec=call.spec,
-            slots=slots,
-            accepted=accepted,
-            rows=rows,
-            valid=valid,
-            null_slot=null_slot,
-            track_slots=track_slots,
-            track_accepted=track_accepted,
+    groups = [
+        _conv_group(Call(group, state, wrong, path), state, windows)
+        for path, state, windows, group in leaves_of(
+            ("conv_state", "conv_windows"), (conv_state, conv_windows), wrong, spec
         )
+    ]
+    if not groups and not wrong:
+        wrong.append(mismatch("conv_state", "at least one tensor", repr(conv_state)))
+    indices = _Given(
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
+    )
+    _commit(groups, indices, implementation, wrong)
     return conv_state
+
+
+@torch.no_grad()
+def commit_recurrent_state(
+    state: Any,
+    step_states: Any,
+    state_indices: IndexArray,
+    num_accepted_tokens: IndexArray,
+    *,
+    window_rows: IndexArray | None = None,
+    num_valid_tokens: IndexArray | None = None,
+    null_slot: int | None = None,
+    track_indices: IndexArray | None = None,
+    track_num_tokens: IndexArray | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """Copies each request's recurrent state after its accepted tokens into its slot, bit for bit.
+
+    Args:
+      state: the pool, `[layer, slot, …]` = (L, C, …), or one layer's `[slot, …]`; "…" is any shape, also none. float32,
+        bfloat16 or float16. Layer and slot strides are free, the entry "…" is contiguous. Or a structure of such
+        tensors (lists, tuples and dicts, nested as you like).
+      step_states: the state after every token of the step, `[layer, row, token, …]` = (L, R, D, …), or one layer's
+        `[row, token, …]`, in the dtype of `state`; layer, row and token strides are free. The same structure.
+      state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
+        implementation: as for `commit_conv_state`; D and R are those of `step_states`.
+
+    Returns:
+      `state` itself.
+
+    Raises:
+      ValueError: an argument has another shape, dtype, device or range than stated; or the shapes fit both with and
+        without a layer axis, as in (R, R, H, …) and (R, D, H, …). `[None]` on both tensors says that it is one layer.
+
+    Assumes: as for `commit_conv_state`.
+    Moves: 2 * prod(…) elements per live request, layer and index set.
+
+    Example:
+      >>> state, steps = torch.zeros(3), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+      >>> commit_recurrent_state(state, steps, [2, 0], [2, 0]).tolist()
+      [0.0, 0.0, 2.0]
+    """
+    wrong: list[str] = []
+    names = ("state", "step_states")
+    groups = [
+        _recurrent_group(f"state{path}", f"step_states{path}", held, steps, wrong, set())
+        for path, held, steps, _ in leaves_of(names, (state, step_states), wrong)
+    ]
+    if not groups and not wrong:
+        wrong.append(mismatch("state", "at least one tensor", repr(state)))
+    indices = _Given(
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
+    )
+    _commit(groups, indices, implementation, wrong)
+    return state
+
+
+@torch.no_grad()
+def commit_after_verify(
+    cache: Cache,
+    state_indices: IndexArray,
+    num_accepted_tokens: IndexArray,
+    *,
+    step_states: Any = None,
+    window_rows: IndexArray | None = None,
+    num_valid_tokens: IndexArray | None = None,
+    null_slot: int | None = None,
+    track_indices: IndexArray | None = None,
+    track_num_tokens: IndexArray | None = None,
+    implementation: Implementation = None,
+) -> Cache:
+    """Rolls everything that a model keeps back to the accepted token: all conv groups, and the recurrent state.
+
+    Args:
+      cache: a `ConvCache`, a dict, list or tuple of them, or a `HybridCache`.
+      step_states: the recurrent state after every token, as for `commit_recurrent_state` and in the structure of
+        `cache.recurrent_state`, with as many tokens as the conv specs have; None unless `cache` is a `HybridCache`.
+      state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
+        implementation: as for `commit_conv_state`, the same for all groups.
+
+    Returns:
+      `cache` itself; its tensors are updated in place.
+
+    Raises:
+      ValueError: an argument has another shape, dtype, device or range than stated. Nothing has been written then.
+
+    Assumes, Moves: as for `commit_conv_state` and `commit_recurrent_state`.
+
+    Example:
+      >>> from torch_ref import ConvCacheSpec, allocate_conv_cache
+      >>> conv = allocate_conv_cache(ConvCacheSpec(1, 2, 1, conv_dim=1, width=3, num_draft_tokens=2))
+      >>> _ = conv.conv_windows.copy_(torch.arange(1, 4).reshape(1, 1, 3, 1))
+      >>> cache = HybridCache(conv, recurrent_state=torch.zeros(1, 2))
+      >>> cache = commit_after_verify(cache, [1], [2], step_states=torch.tensor([[[7.0, 8.0]]]))
+      >>> cache.conv.conv_state.flatten().tolist(), cache.recurrent_state.tolist()
+      ([0.0, 0.0, 2.0, 3.0], [[0.0, 8.0]])
+    """
+    wrong: list[str] = []
+    is_hybrid = isinstance(cache, HybridCache)
+    conv, place = (cache.conv, "cache.conv") if is_hybrid else (cache, "cache")
+    calls = [
+        (Call(one.spec, one.conv_state, wrong, owner=f"{path}."), one) for path, one in _caches(conv, place, wrong)
+    ]
+    groups = [_conv_group(call, one.conv_state, one.conv_windows) for call, one in calls]
+    if not groups and not wrong:
+        wrong.append(mismatch(place, "at least one ConvCache", repr(conv)))
+    tokens = {call.spec.num_draft_tokens for call, _ in calls}
+    if len(tokens) > 1:
+        hint = "One step verifies the same tokens in all groups."
+        wrong.append(mismatch(place, "specs with one num_draft_tokens", sorted(tokens), hint))
+    if is_hybrid and step_states is not None:
+        names = ("cache.recurrent_state", "step_states")
+        groups += [
+            _recurrent_group(f"cache.recurrent_state{path}", f"step_states{path}", held, steps, wrong, tokens)
+            for path, held, steps, _ in leaves_of(names, (cache.recurrent_state, step_states), wrong)
+        ]
+    elif is_hybrid:
+        wrong.append(
+            mismatch("step_states", "the recurrent states of this step", None, "The cache has some to update.")
+        )
+    elif step_states is not None:
+        got = type(step_states).__name__
+        wrong.append(mismatch("step_states", "None for a cache without recurrent state", got, "Use a HybridCache."))
+    indices = _Given(
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
+    )
+    _commit(groups, indices, implementation, wrong)
+    return cache
+
+
+def _caches(node: Any, path: str, wrong: list[str]) -> Iterator[tuple[str, ConvCache]]:
+    """Every `ConvCache` of a structure (None is an empty one) with its place in words."""
+    if isinstance(node, ConvCache):
+        yield path, node
+    elif isinstance(node, (list, tuple, Mapping)):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _caches(value, f"{path}[{key!r}]", wrong)
+    elif node is not None:
+        wrong.append(mismatch(path, "a ConvCache, or a dict, list or tuple of them", type(node).__name__))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The index arguments of a call, as they were given."""
+
+    state_indices: IndexArray
+    num_accepted_tokens: IndexArray
+    window_rows: IndexArray | None
+    num_valid_tokens: IndexArray | None
+    null_slot: Any
+    track_indices: IndexArray | None
+    track_num_tokens: IndexArray | None
+
+    def checked(self, indices: Indices, wrong: list[str]) -> dict[str, Any]:
+        """The same as the backends take them."""
+        checked = {
+            "slots": indices.first_index("state_indices", self.state_indices),
+            "accepted": indices.first_index("num_accepted_tokens", self.num_accepted_tokens),
+            "rows": indices.index("window_rows", self.window_rows),
+            "valid": indices.index("num_valid_tokens", self.num_valid_tokens),
+            "null_slot": self.null_slot,
+        }
+        if (self.track_indices is None) != (self.track_num_tokens is None):
+            order = 1 if self.track_indices is None else -1
+            missing, given = ("track_indices", "track_num_tokens")[::order]
+            wrong.append(mismatch(missing, f"an index array beside `{given}`", None, "The two come together."))
+        checked["track_slots"] = indices.index("track_indices", self.track_indices)
+        checked["track_accepted"] = indices.index("track_num_tokens", self.track_num_tokens)
+        check_null_slot(self.null_slot, wrong)
+        return checked
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """One pool and its buffer. With a spec they have the form of the backends; without one there is nothing to copy."""
+
+    name: str
+    state: Any
+    windows: Any
+    spec: ConvCacheSpec | None = None
+    rows_called: str = "max_requests"
+
+
+def _conv_group(call: Call, conv_state: Any, conv_windows: Any) -> _Group:
+    call.check_written("conv_state", conv_state)
+    call.take_windows(conv_windows, written=False)
+    return _Group(call.called("conv_state"), call.state, call.windows, call.spec)
+
+
+def _recurrent_group(name: str, steps_name: str, state: Any, steps: Any, wrong: list[str], tokens: set[int]) -> _Group:
+    """A recurrent pool and its step states as a dense group of width 2, whose windows are one column.
+
+    `tokens` holds the counts D that the rest of the call has; empty where there is no rest.
+    """
+    before = len(wrong)
+    group = _Group(name, state, steps)
+    for called, tensor in ((name, state), (steps_name, steps)):
+        if not isinstance(tensor, torch.Tensor):
+            wrong.append(mismatch(called, "a torch.Tensor", type(tensor).__name__))
+    if len(wrong) > before:
+        return group
+    if state.dtype not in FLOATS:
+        wrong.append(mismatch(name, f"dtype {', '.join(FLOATS.values())}", state.dtype))
+    if steps.dtype != state.dtype:
+        hint = "Nothing is cast silently; the states of a step have the pool's dtype."
+        wrong.append(mismatch(steps_name, f"dtype {state.dtype}", steps.dtype, hint))
+    if steps.device != state.device:
+        wrong.append(mismatch(steps_name, f"device {state.device}", steps.device, SHARED_DEVICE))
+    is_stacked = _has_layer_axis(name, steps_name, tuple(state.shape), tuple(steps.shape), wrong, tokens)
+    if is_stacked is None:
+        return group
+    state, steps = (state, steps) if is_stacked else (state.unsqueeze(0), steps.unsqueeze(0))
+    for called, tensor, leading in ((name, state, 2), (steps_name, steps, 3)):
+        if tensor.numel() and not tensor[(0,) * leading].is_contiguous():
+            expected = f"a contiguous entry {tuple(tensor.shape[leading:])}"
+            got = f"strides {tuple(tensor.stride()[leading:])}"
+            wrong.append(mismatch(called, expected, got, "The other strides are free."))
+        elif leading == 2 and shares_memory(tensor):
+            wrong.append(mismatch(called, "elements that share no memory", f"strides {tuple(tensor.stride())}"))
+    size = math.prod(state.shape[2:])
+    if size > LARGEST:
+        wrong.append(mismatch(name, "an entry of less than 2^31 elements", size))
+    num_layers, num_rows, num_tokens = steps.shape[:3]
+    if len(wrong) > before or not state.numel() or not num_tokens:
+        return group
+    dtype = FLOATS[state.dtype]
+    spec = ConvCacheSpec(num_layers, state.shape[1], num_rows, size, 2, num_tokens, dtype, storage="dense")
+    pool = state.as_strided(spec.state_shape, (*state.stride()[:2], size, 1), state.storage_offset())
+    buffer = steps.as_strided(spec.windows_shape, (*steps.stride()[:3], size, 1), steps.storage_offset())
+    return _Group(name, pool, buffer, spec, rows_called=f"the rows of {steps_name}")
+
+
+def _has_layer_axis(
+    name: str, steps_name: str, held: tuple[int, ...], steps: tuple[int, ...], wrong: list[str], tokens: set[int]
+) -> bool | None:
+    """Whether the shapes of a recurrent pool and its step states begin with a layer axis; None if they do not fit.
+
+    There is no spec that says so. A stack has its layers in front of both, one layer's tensors have all axes but the
+    first in common; equal sizes can make both true.
+    """
+    fits = len(steps) == len(held) + 1
+    is_stack = fits and len(held) > 1 and (held[0], held[2:]) == (steps[0], steps[3:])
+    is_layer = fits and len(held) > 0 and held[1:] == steps[2:]
+    if tokens:
+        is_stack, is_layer = is_stack and steps[2] in tokens, is_layer and steps[1] in tokens
+    if is_stack != is_layer:
+        return is_stack
+    if is_stack:
+        hint = "Pass one layer's tensors as `[None]` of both, or the layers of a stack in two lists."
+        wrong.append(mismatch(name, "shapes that fit one way, with or without layers", f"{held} and {steps}", hint))
+        return None
+    forms = []
+    if len(held) > 1:
+        forms.append(f"layer, row, token, … = {_in_words(held[0], 'R', 'D', *held[2:])}")
+    if len(held) > 0:
+        forms.append(f"row, token, … = {_in_words('R', 'D', *held[1:])}")
+    expected = " or ".join(forms) or "a pool that has slots"
+    if tokens:
+        expected += f" with D = {' or '.join(map(str, sorted(tokens)))}"
+    wrong.append(mismatch(steps_name, expected, steps, f"`{name}` is {held}."))
+    return None
+
+
+def _in_words(*sizes: int | str) -> str:
+    return f"({', '.join(map(str, sizes))})"
+
+
+def _commit(groups: list[_Group], given: _Given, implementation: Implementation, wrong: list[str]) -> None:
+    """Checks what the groups share, and copies."""
+    tensors = [group.state for group in groups if isinstance(group.state, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    indices = Indices(device, wrong)
+    arguments = given.checked(indices, wrong)
+    for group in groups:
+        if isinstance(group.state, torch.Tensor):
+            indices.same_device(group.name, group.state.device)
+        if given.window_rows is None and group.spec is not None:
+            check_rows(indices.num_requests, group.spec.max_requests, group.rows_called, wrong)
+    backend = choose_backend(implementation, device, wrong)
+    groups = [group for group in groups if group.spec is not None]
+    pools = [_memory_range(group.state) for group in groups]
+    for group in groups:
+        first, end = _memory_range(group.windows)
+        apart = all(end <= pool_first or pool_end <= first for pool_first, pool_end in pools)
+        windows = group.windows if apart else group.windows.clone(memory_format=torch.contiguous_format)
+        backend.commit(group.state, windows, spec=group.spec, **arguments)
+
+
+def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last; those of an empty tensor are equal."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (reach + 1)
