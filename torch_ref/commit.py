@@ -376,11 +376,17 @@ def _commit(groups: list[_Group], given: _Given, implementation: Implementation,
     backend = choose_backend(implementation, device, wrong)
     groups = [group for group in groups if group.spec is not None]
     pools = [_memory_range(group.state) for group in groups]
-    for group in groups:
-        first, end = _memory_range(group.windows)
-        apart = all(end <= pool_first or pool_end <= first for pool_first, pool_end in pools)
-        windows = group.windows if apart else group.windows.clone(memory_format=torch.contiguous_format)
+    buffers = [_apart(group.windows, pools) for group in groups]  # all of them before the first write
+    for group, windows in zip(groups, buffers, strict=True):
         backend.commit(group.state, windows, spec=group.spec, **arguments)
+
+
+def _apart(windows: torch.Tensor, pools: list[tuple[int, int]]) -> torch.Tensor:
+    """The buffer, or a copy of it where it may share memory with one of the pools."""
+    first, end = _memory_range(windows)
+    if all(end <= pool_first or pool_end <= first for pool_first, pool_end in pools):
+        return windows
+    return windows.clone(memory_format=torch.contiguous_format)
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
