@@ -480,7 +480,7 @@ def _card() -> None:
 
 @pytest.mark.gpu
 def test_a_models_cache_on_the_card() -> None:
-    """KDA's three groups and its 16 MiB-a-slot recurrent state: Triton equals the loops, for a batch of every count."""
+    """KDA's three groups and a recurrent state of 2 MiB a slot and layer: Triton equals the loops, for every count."""
     _card()
     spec = ConvCacheSpec(2, 40, 32, 4096, 4, 4)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -522,8 +522,8 @@ def test_a_models_cache_on_the_card() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_the_card_waits_for_nothing() -> None:
-    """From the verifier's accept_index to the committed cache with index tensors on the card: no synchronization."""
+def test_a_step_can_be_captured_as_a_graph() -> None:
+    """From the verifier's accept_index to the committed cache on the card: nothing waits, and a replay reads anew."""
     _card()
     spec = torch_ref.ConvCacheSpec(2, 9, 4, 640, 4, 4)
     conv = torch_ref.allocate_conv_cache(spec, device="cuda")
@@ -532,7 +532,7 @@ def test_a_step_on_the_card_waits_for_nothing() -> None:
     conv.conv_windows.fill_(1)
     slots = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
     lengths, tracks = torch.tensor([63, 64], device="cuda"), torch.tensor([7, 8], dtype=torch.int32, device="cuda")
-    accept_index = torch.tensor([[0, 1, -1, -1], [-1] * 4], device="cuda")
+    accept_index = torch.full((2, 4), -1, device="cuda")
 
     def step() -> None:
         accepted = torch_ref.accepted_from_index(accept_index)
@@ -542,14 +542,17 @@ def test_a_step_on_the_card_waits_for_nothing() -> None:
             implementation="triton",
         )  # fmt: skip
 
-    step()  # compiles
+    step()  # compiles; nothing is accepted
     torch.cuda.synchronize()
-    for pool in (conv.conv_state, cache.recurrent_state):
-        pool.zero_()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # raises at the first operation that waits for the device
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for pool in (conv.conv_state, cache.recurrent_state):
-        assert [slot for slot in range(9) if bool(pool[:, slot].any())] == [3, 7]
+    pools = (conv.conv_state, cache.recurrent_state)
+    for index, length, written in (([4, 5, -1, -1], 63, [3, 7]), ([-1, 4, 4, 4], 63, []), ([4, -1, -1, -1], 62, [3])):
+        accept_index[0] = torch.tensor(index, device="cuda")
+        lengths[0] = length
+        for pool in pools:
+            pool.zero_()
+        graph.replay()
+        for pool in pools:
+            assert [slot for slot in range(9) if bool(pool[:, slot].any())] == written

@@ -5,6 +5,7 @@ On a machine without CUDA the kernels run in Triton's interpreter; `-m gpu` runs
 
 import doctest
 import importlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -382,18 +383,21 @@ def test_accepted_from_index(device: str) -> None:
 def test_track_tokens_at_boundary(device: str) -> None:
     lengths = [*range(70), 127, 128, INT32_MAX, INT32_MAX - 1, INT32_MAX - 3, INT32_MAX - 63, -1, -5, INT32_MIN]
     counts = [*range(-2, 18), 64, 130, INT32_MIN, INT32_MAX]
-    pairs = np.array([(s, n) for s in lengths for n in counts])
-    for interval in (1, 2, 7, 16, 64, 1000, INT32_MAX):
+    narrow = np.array([(s, n) for s in lengths for n in counts])
+    wide = np.array([(s, n) for s in (2**63 - 1, 2**40 + 5, -(2**63)) for n in (1, 60, INT32_MAX, 2**63 - 1)])
+    for interval, (dtype, pairs) in itertools.product(
+        (1, 2, 7, 16, 64, 1000, INT32_MAX), ((torch.int32, narrow), (torch.int64, narrow), (torch.int64, wide))
+    ):
         wanted = []
         for s, n in pairs.tolist():
+            n = min(n, INT32_MAX)  # counts saturate like every index
             last = (s + n) // interval * interval
             wanted.append(last - s if n > 0 and (s + n) // interval > s // interval else 0)
             assert 0 <= wanted[-1] <= max(n, 0)
-        for dtype in (torch.int32, torch.int64):
-            given = [torch.tensor(column, dtype=dtype, device=device) for column in pairs.T]
-            taken = torch_ref.track_tokens_at_boundary(given[0], given[1], interval)
-            assert (taken.dtype, taken.device.type) == (torch.int32, device)
-            assert taken.tolist() == wanted, interval
+        given = [torch.tensor(column, dtype=dtype, device=device) for column in pairs.T]
+        taken = torch_ref.track_tokens_at_boundary(given[0], given[1], interval)
+        assert (taken.dtype, taken.device.type) == (torch.int32, device)
+        assert taken.tolist() == wanted, interval
     assert torch_ref.track_tokens_at_boundary([62, 63], [2, 0], 64).tolist() == [2, 0]
     assert torch_ref.track_tokens_at_boundary([], [], 64).tolist() == []
     beside = torch.tensor([4], device=device)

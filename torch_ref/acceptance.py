@@ -43,7 +43,7 @@ def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArr
 
     Args:
       seq_lens: committed length s before this step, int `[B]`.
-      num_accepted_tokens: n, int `[B]`.
+      num_accepted_tokens: n, int `[B]`; saturates to int32 as everywhere.
       interval: tokens between snapshots, 1 or more.
 
     Returns:
