@@ -168,7 +168,7 @@ def cache_of(states: Any, windows: Any, path: Path) -> dict[str, Any]:
 
 @on_torch
 def test_one_call_after_verify(path: Path) -> None:
-    """Groups as one cache, a dict, and lists with a gap; with a recurrent state as a tensor and as a list of layers."""
+    """Groups as one cache, a dict, and lists with a gap; one recurrent state, and two with rows of their own."""
     states, windows = arrays_of(SPECS)
     batch, options = batch_with_tracks(SPECS["q"], 7)
     wanted = committed(states, windows, batch, SPECS, options)
@@ -193,11 +193,16 @@ def test_one_call_after_verify(path: Path) -> None:
     assert_tree(pool, wanted_held)
     assert_tree({name: group.conv_windows for name, group in groups.items()}, windows)
     groups = cache_of(states, windows, path)
-    layers = tensor_of(list(held), path)
+    layers = tensor_of({"first": held, "second": held[:, :, 0].copy()}, path)
     hybrid = torch_ref.HybridCache([groups["q"], None, (groups["short"],)], layers)
-    commit(hybrid, step_states=tensor_of(list(steps), path))
+    step_rows = np.random.default_rng(9).permutation(REQUESTS + 2)[: len(batch.slots)]
+    moved = np.zeros((2, REQUESTS + 7, *steps.shape[2:]), np.float32)
+    moved[:, step_rows] = steps[:, batch.rows.clip(0, REQUESTS + 1)]
+    inside = (batch.rows >= 0) & (batch.rows < REQUESTS + 2)
+    given = {"first": moved, "second": moved[:, :, :, 0].copy()}
+    commit(hybrid, step_states=tensor_of(given, path), step_rows=np.where(inside, step_rows, -1))
     assert_tree([groups["q"].conv_state, groups["short"].conv_state], [wanted["q"], wanted["short"]])
-    assert_tree(layers, list(wanted_held))
+    assert_tree(layers, {"first": wanted_held, "second": wanted_held[:, :, 0].copy()})
     assert_tree(groups["k"].conv_state, states["k"])
 
 
@@ -291,12 +296,11 @@ def hybrid(**changes: Any) -> Any:
 ERRORS = [
     (
         {"step_states": None},
-        "`step_states`: expected the recurrent states of this step, got None. The cache has some to update.",
+        "`step_states`: expected a torch.Tensor, got NoneType.",
     ),
     (
         {"step_states": torch.ones(2, 4, 4, 4), "null_slot": "x"},
-        "`step_states`: expected layer, row, token, … = (2, R, D, 4) or row, token, … = (R, D, 9, 4) with D = 3, "
-        "got (2, 4, 4, 4). `cache.recurrent_state` is (2, 9, 4).\n"
+        "`cache.recurrent_state`: expected layers, slots, tokens = (2, 9, 3), got (2, 9, 4). Those of the conv cache.\n"
         "`null_slot`: expected a Python integer or None, got 'x'.",
     ),
     (
@@ -312,6 +316,12 @@ ERRORS = [
         "`window_rows`: expected an index array, since requests = 5 exceed the rows of step_states = 4, got None. "
         "None means row b for request b.",
     ),
+    (
+        {"step_states": torch.ones(2, 2, 3, 4), "window_rows": [0, 1]},
+        "`step_states`: expected 4 rows, as `window_rows` is for both, got 2 rows beside 4 of the verify buffer. "
+        "Give `step_rows`: range(B) for step states in the order of the requests.",
+    ),
+    ({"step_rows": [0]}, "`step_rows`: expected request = (2,), got (1,)."),
     ({"cache": 3, "step_states": None}, "`cache`: expected a ConvCache, or a dict, list or tuple of them, got int."),
     ({"cache": {}, "step_states": None}, "`cache`: expected at least one ConvCache, got {}."),
     (
@@ -347,7 +357,7 @@ def test_errors_name_the_place_in_the_cache() -> None:
         "`cache['kda'][1].conv_windows`: expected layer, row, column, channel = (2, 4, 6, 5), got (2, 4, 5, 5).",
         "`cache`: expected specs with one num_draft_tokens, got [3, 4]. "
         "One step verifies the same tokens in all groups.",
-        "`step_states`: expected None for a cache without recurrent state, got Tensor. Use a HybridCache.",
+        "`step_states`: expected None, as cache.recurrent_state has there, got Tensor.",
     ]
     assert not cache.conv[1].conv_state.any()
 

@@ -48,7 +48,7 @@ def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArr
 
     Returns:
       int32 `[B]`: t, 1 … n, where committing n tokens reaches or crosses a multiple of `interval`; else 0, also where
-      n is 0 or negative.
+      n is 0 or negative, or s is negative.
 
     Raises:
       ValueError: an argument has another shape, dtype, device or range than stated.
@@ -73,7 +73,7 @@ def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArr
     past = lengths % every  # tokens since the last multiple; small, so that no sum below leaves int64
     tokens = accepted.clamp(0, INT32.max)
     reached = (past + tokens) // every * every - past  # of no new multiple the last one is left: 0 or less
-    return reached.clamp(min=0).int()
+    return reached.clamp(min=0).masked_fill(lengths < 0, 0).int()
 
 
 def _integers(

@@ -23,11 +23,11 @@ class HybridCache:
 
     Attributes:
       conv: a `ConvCache`, or a dict, list or tuple of them (several conv groups), nested as you like.
-      recurrent_state: pool of recurrent states, `[L, C, …]` or one layer's `[C, …]`; or a structure of such tensors.
+      recurrent_state: the pool of recurrent states, `[L, C, …]`, or a structure of such tensors; or None.
     """
 
     conv: Any
-    recurrent_state: Any
+    recurrent_state: Any = None
 
 
 def allocate_conv_cache(spec: ConvCacheSpec, device: torch.device | str | int | None = None) -> ConvCache:

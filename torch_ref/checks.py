@@ -268,7 +268,9 @@ def leaves_of(
     if isinstance(first, torch.Tensor):
         yield path, first, second, spec
         return
-    if first is None and second is None:
+    if first is None:
+        if second is not None:
+            wrong.append(mismatch(f"{names[1]}{path}", f"None, as {names[0]} has there", type(second).__name__))
         return
     if not isinstance(first, (list, tuple, Mapping)):
         wrong.append(mismatch(f"{names[0]}{path}", "a tensor, list, tuple or dict", type(first).__name__))

@@ -109,38 +109,39 @@ def commit_recurrent_state(
     null_slot: int | None = None,
     track_indices: IndexArray | None = None,
     track_num_tokens: IndexArray | None = None,
+    layer_axis: bool = True,
     implementation: Implementation = None,
 ) -> Any:
     """Copies each request's recurrent state after its accepted tokens into its slot, bit for bit.
 
     Args:
-      state: the pool, `[layer, slot, …]` = (L, C, …), or one layer's `[slot, …]`; "…" is any shape, also none. float32,
-        bfloat16 or float16. Layer and slot strides are free, the entry "…" is contiguous. Or a structure of such
-        tensors (lists, tuples and dicts, nested as you like).
-      step_states: the state after every token of the step, `[layer, row, token, …]` = (L, R, D, …), or one layer's
-        `[row, token, …]`, in the dtype of `state`; layer, row and token strides are free. The same structure.
+      state: the pool, `[layer, slot, …]` = (L, C, …); "…" is any shape, also none. float32, bfloat16 or float16. Layer
+        and slot strides are free, the entry "…" is contiguous. Or a structure of such tensors (lists, tuples and dicts,
+        nested as you like).
+      step_states: the state after every token of the step, `[layer, row, token, …]` = (L, R, D, …), in the dtype of
+        `state`; layer, row and token strides are free. The same structure.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
-        implementation: as for `commit_conv_state`; D and R are those of `step_states`.
+        implementation: as for `commit_conv_state`; rows are those of `step_states`, and so is D.
+      layer_axis: False when each tensor is one layer's, `[slot, …]` and `[row, token, …]`.
 
     Returns:
       `state` itself.
 
     Raises:
-      ValueError: an argument has another shape, dtype, device or range than stated; or the shapes fit both with and
-        without a layer axis, as in (R, R, H, …) and (R, D, H, …). `[None]` on both tensors says that it is one layer.
+      ValueError: an argument has another shape, dtype, device or range than stated.
 
     Assumes: as for `commit_conv_state`.
     Moves: 2 * prod(…) elements per live request, layer and index set.
 
     Example:
-      >>> state, steps = torch.zeros(3), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+      >>> state, steps = torch.zeros(1, 3), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
       >>> commit_recurrent_state(state, steps, [2, 0], [2, 0]).tolist()
-      [0.0, 0.0, 2.0]
+      [[0.0, 0.0, 2.0]]
     """
     wrong: list[str] = []
     names = ("state", "step_states")
     groups = [
-        _recurrent_group(f"state{path}", f"step_states{path}", held, steps, wrong, set())
+        _recurrent_group((f"state{path}", f"step_states{path}"), (held, steps), wrong, layer_axis=bool(layer_axis))
         for path, held, steps, _ in leaves_of(names, (state, step_states), wrong)
     ]
     if not groups and not wrong:
@@ -160,6 +161,7 @@ def commit_after_verify(
     *,
     step_states: Any = None,
     window_rows: IndexArray | None = None,
+    step_rows: IndexArray | None = None,
     num_valid_tokens: IndexArray | None = None,
     null_slot: int | None = None,
     track_indices: IndexArray | None = None,
@@ -170,8 +172,10 @@ def commit_after_verify(
 
     Args:
       cache: a `ConvCache`, a dict, list or tuple of them, or a `HybridCache`.
-      step_states: the recurrent state after every token, as for `commit_recurrent_state` and in the structure of
-        `cache.recurrent_state`, with as many tokens as the conv specs have; None unless `cache` is a `HybridCache`.
+      step_states: the recurrent state after every token, `[L, R, D, …]`, in the structure of `cache.recurrent_state`;
+        None where the cache has none. Layers, slots and tokens are as many as in the first conv spec.
+      step_rows: row of each request in `step_states`, int `[B]`; None means `window_rows`. Step states that are in the
+        order of the requests take `range(B)` where `window_rows` is given.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
         implementation: as for `commit_conv_state`, the same for all groups.
 
@@ -201,26 +205,19 @@ def commit_after_verify(
     groups = [_conv_group(call, one.conv_state, one.conv_windows) for call, one in calls]
     if not groups and not wrong:
         wrong.append(mismatch(place, "at least one ConvCache", repr(conv)))
-    tokens = {call.spec.num_draft_tokens for call, _ in calls}
+    tokens = sorted({call.spec.num_draft_tokens for call, _ in calls})
     if len(tokens) > 1:
         hint = "One step verifies the same tokens in all groups."
-        wrong.append(mismatch(place, "specs with one num_draft_tokens", sorted(tokens), hint))
-    if is_hybrid and step_states is not None:
-        names = ("cache.recurrent_state", "step_states")
-        groups += [
-            _recurrent_group(f"cache.recurrent_state{path}", f"step_states{path}", held, steps, wrong, tokens)
-            for path, held, steps, _ in leaves_of(names, (cache.recurrent_state, step_states), wrong)
-        ]
-    elif is_hybrid:
-        wrong.append(
-            mismatch("step_states", "the recurrent states of this step", None, "The cache has some to update.")
-        )
-    elif step_states is not None:
-        got = type(step_states).__name__
-        wrong.append(mismatch("step_states", "None for a cache without recurrent state", got, "Use a HybridCache."))
-    indices = _Given(
-        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
+        wrong.append(mismatch(place, "specs with one num_draft_tokens", tokens, hint))
+    like = groups[0].spec if groups else None
+    held = cache.recurrent_state if is_hybrid else None
+    groups += _recurrent_groups(
+        held, step_states, wrong, like, shares_rows=window_rows is not None and step_rows is None
     )
+    indices = _Given(
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
+        step_rows,
+    )  # fmt: skip
     _commit(groups, indices, implementation, wrong)
     return cache
 
@@ -247,6 +244,7 @@ class _Given:
     null_slot: Any
     track_indices: IndexArray | None
     track_num_tokens: IndexArray | None
+    step_rows: IndexArray | None = None
 
     def checked(self, indices: Indices, wrong: list[str]) -> dict[str, Any]:
         """The same as the backends take them."""
@@ -269,13 +267,13 @@ class _Given:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """One pool and its buffer. With a spec they have the form of the backends; without one there is nothing to copy."""
+    """One pool and its buffer. With a spec they passed the checks and have the form of the backends."""
 
     name: str
     state: Any
     windows: Any
     spec: ConvCacheSpec | None = None
-    rows_called: str = "max_requests"
+    rows_of: str = ""  # the name of step states, whose rows are their own
 
 
 def _conv_group(call: Call, conv_state: Any, conv_windows: Any) -> _Group:
@@ -284,14 +282,22 @@ def _conv_group(call: Call, conv_state: Any, conv_windows: Any) -> _Group:
     return _Group(call.called("conv_state"), call.state, call.windows, call.spec)
 
 
-def _recurrent_group(name: str, steps_name: str, state: Any, steps: Any, wrong: list[str], tokens: set[int]) -> _Group:
+def _recurrent_group(
+    names: tuple[str, str],
+    pair: tuple[Any, Any],
+    wrong: list[str],
+    *,
+    layer_axis: bool = True,
+    like: ConvCacheSpec | None = None,
+) -> _Group:
     """A recurrent pool and its step states as a dense group of width 2, whose windows are one column.
 
-    `tokens` holds the counts D that the rest of the call has; empty where there is no rest.
+    `like` is the geometry with which they share layers, slots and tokens, if there is one.
     """
     before = len(wrong)
+    (name, steps_name), (state, steps) = names, pair
     group = _Group(name, state, steps)
-    for called, tensor in ((name, state), (steps_name, steps)):
+    for called, tensor in zip(names, pair, strict=True):
         if not isinstance(tensor, torch.Tensor):
             wrong.append(mismatch(called, "a torch.Tensor", type(tensor).__name__))
     if len(wrong) > before:
@@ -303,10 +309,9 @@ def _recurrent_group(name: str, steps_name: str, state: Any, steps: Any, wrong: 
         wrong.append(mismatch(steps_name, f"dtype {state.dtype}", steps.dtype, hint))
     if steps.device != state.device:
         wrong.append(mismatch(steps_name, f"device {state.device}", steps.device, SHARED_DEVICE))
-    is_stacked = _has_layer_axis(name, steps_name, tuple(state.shape), tuple(steps.shape), wrong, tokens)
-    if is_stacked is None:
+    if not _check_recurrent_shapes(names, pair, wrong, layer_axis, like):
         return group
-    state, steps = (state, steps) if is_stacked else (state.unsqueeze(0), steps.unsqueeze(0))
+    state, steps = pair if layer_axis else (state.unsqueeze(0), steps.unsqueeze(0))
     for called, tensor, leading in ((name, state, 2), (steps_name, steps, 3)):
         if tensor.numel() and not tensor[(0,) * leading].is_contiguous():
             expected = f"a contiguous entry {tuple(tensor.shape[leading:])}"
@@ -314,52 +319,58 @@ def _recurrent_group(name: str, steps_name: str, state: Any, steps: Any, wrong: 
             wrong.append(mismatch(called, expected, got, "The other strides are free."))
         elif leading == 2 and shares_memory(tensor):
             wrong.append(mismatch(called, "elements that share no memory", f"strides {tuple(tensor.stride())}"))
-    size = math.prod(state.shape[2:])
-    if size > LARGEST:
-        wrong.append(mismatch(name, "an entry of less than 2^31 elements", size))
-    num_layers, num_rows, num_tokens = steps.shape[:3]
-    if len(wrong) > before or not state.numel() or not num_tokens:
+    if len(wrong) > before:
         return group
+    size, (num_layers, num_rows, num_tokens) = math.prod(state.shape[2:]), steps.shape[:3]
     dtype = FLOATS[state.dtype]
     spec = ConvCacheSpec(num_layers, state.shape[1], num_rows, size, 2, num_tokens, dtype, storage="dense")
     pool = state.as_strided(spec.state_shape, (*state.stride()[:2], size, 1), state.storage_offset())
     buffer = steps.as_strided(spec.windows_shape, (*steps.stride()[:3], size, 1), steps.storage_offset())
-    return _Group(name, pool, buffer, spec, rows_called=f"the rows of {steps_name}")
+    return _Group(name, pool, buffer, spec, rows_of=steps_name)
 
 
-def _has_layer_axis(
-    name: str, steps_name: str, held: tuple[int, ...], steps: tuple[int, ...], wrong: list[str], tokens: set[int]
-) -> bool | None:
-    """Whether the shapes of a recurrent pool and its step states begin with a layer axis; None if they do not fit.
-
-    There is no spec that says so. A stack has its layers in front of both, one layer's tensors have all axes but the
-    first in common; equal sizes can make both true.
-    """
-    fits = len(steps) == len(held) + 1
-    is_stack = fits and len(held) > 1 and (held[0], held[2:]) == (steps[0], steps[3:])
-    is_layer = fits and len(held) > 0 and held[1:] == steps[2:]
-    if tokens:
-        is_stack, is_layer = is_stack and steps[2] in tokens, is_layer and steps[1] in tokens
-    if is_stack != is_layer:
-        return is_stack
-    if is_stack:
-        hint = "Pass one layer's tensors as `[None]` of both, or the layers of a stack in two lists."
-        wrong.append(mismatch(name, "shapes that fit one way, with or without layers", f"{held} and {steps}", hint))
-        return None
-    forms = []
-    if len(held) > 1:
-        forms.append(f"layer, row, token, … = {_in_words(held[0], 'R', 'D', *held[2:])}")
-    if len(held) > 0:
-        forms.append(f"row, token, … = {_in_words('R', 'D', *held[1:])}")
-    expected = " or ".join(forms) or "a pool that has slots"
-    if tokens:
-        expected += f" with D = {' or '.join(map(str, sorted(tokens)))}"
-    wrong.append(mismatch(steps_name, expected, steps, f"`{name}` is {held}."))
-    return None
+def _recurrent_groups(
+    held: Any, step_states: Any, wrong: list[str], like: ConvCacheSpec | None, *, shares_rows: bool
+) -> Iterator[_Group]:
+    """The recurrent pools of a cache whose convs are `like`; with `shares_rows` the rows of both have one number."""
+    names = ("cache.recurrent_state", "step_states")
+    for path, pool, steps, _ in leaves_of(names, (held, step_states), wrong):
+        group = _recurrent_group((names[0] + path, names[1] + path), (pool, steps), wrong, like=like)
+        if shares_rows and like and group.spec and group.spec.max_requests != like.max_requests:
+            found = f"{group.spec.max_requests} rows beside {like.max_requests} of the verify buffer"
+            hint = "Give `step_rows`: range(B) for step states in the order of the requests."
+            wrong.append(
+                mismatch(group.rows_of, f"{like.max_requests} rows, as `window_rows` is for both", found, hint)
+            )
+        yield group
 
 
-def _in_words(*sizes: int | str) -> str:
-    return f"({', '.join(map(str, sizes))})"
+def _check_recurrent_shapes(
+    names: tuple[str, str], pair: tuple[Any, Any], wrong: list[str], layer_axis: bool, like: ConvCacheSpec | None
+) -> bool:
+    """Whether a recurrent pool and its step states fit each other, and `like`."""
+    before = len(wrong)
+    (name, steps_name), (held, steps) = names, (tuple(tensor.shape) for tensor in pair)
+    lead = 2 if layer_axis else 1  # axes of the pool before the entry
+    layers = "layer, " if layer_axis else ""
+    if len(held) < lead:
+        wrong.append(mismatch(name, f"{layers}slot, …", held))
+        return False
+    fits = len(steps) == len(held) + 1 and steps[: lead - 1] == held[: lead - 1] and steps[lead + 1 :] == held[lead:]
+    if not fits:
+        sizes = ", ".join(map(str, (*held[: lead - 1], "R", "D", *held[lead:])))
+        wrong.append(mismatch(steps_name, f"{layers}row, token, … = ({sizes})", steps, f"`{name}` is {held}."))
+        return False
+    found = (held[0] if layer_axis else 1, held[lead - 1], steps[lead])
+    if like is not None:
+        wanted = (like.num_layers, like.num_slots, like.num_draft_tokens)
+        if found != wanted:
+            wrong.append(mismatch(name, f"layers, slots, tokens = {wanted}", found, "Those of the conv cache."))
+    if 0 in (*found, *held[lead:]):
+        wrong.append(mismatch(steps_name, "no axis of size 0 but rows", steps, f"`{name}` is {held}."))
+    elif math.prod(held[lead:]) > LARGEST:
+        wrong.append(mismatch(name, "an entry of less than 2^31 elements", math.prod(held[lead:])))
+    return len(wrong) == before
 
 
 def _commit(groups: list[_Group], given: _Given, implementation: Implementation, wrong: list[str]) -> None:
@@ -368,16 +379,20 @@ def _commit(groups: list[_Group], given: _Given, implementation: Implementation,
     device = tensors[0].device if tensors else torch.device("cpu")
     indices = Indices(device, wrong)
     arguments = given.checked(indices, wrong)
+    step_rows = indices.index("step_rows", given.step_rows)
+    rows = {True: arguments["rows"] if step_rows is None else step_rows, False: arguments["rows"]}
     for group in groups:
         if isinstance(group.state, torch.Tensor):
             indices.same_device(group.name, group.state.device)
-        if given.window_rows is None and group.spec is not None:
-            check_rows(indices.num_requests, group.spec.max_requests, group.rows_called, wrong)
+        in_order = given.window_rows is None and not (group.rows_of and given.step_rows is not None)
+        if in_order and group.spec is not None:
+            called = f"the rows of {group.rows_of}" if group.rows_of else "max_requests"
+            check_rows(indices.num_requests, group.spec.max_requests, called, wrong)
     backend = choose_backend(implementation, device, wrong)
-    groups = [group for group in groups if group.spec is not None]
     pools = [_memory_range(group.state) for group in groups]
     buffers = [_apart(group.windows, pools) for group in groups]  # all of them before the first write
     for group, windows in zip(groups, buffers, strict=True):
+        arguments["rows"] = rows[bool(group.rows_of)]
         backend.commit(group.state, windows, spec=group.spec, **arguments)
 
 
