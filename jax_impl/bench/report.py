@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jax_impl.layout import AXIS_ORDERS
+
 OPERATIONS = ("commit", "verify", "step", "compile", "scaling")
 SUBJECTS = ("pallas", "xla", "triton", "copy")  # kinds; a row's names may go on, such as copy_driver, pallas_scan
 NOT_MEASURED = "–"
@@ -245,32 +247,32 @@ def results_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path for path in folder.glob("*.json") if _NAME.fullmatch(path.name))
 
 
-def newest(records: Iterable[Record]) -> Iterator[tuple[Record, Callable[[Row], bool]]]:
-    """Each record that is the newest with some operation, and which of its points those are.
+def in_readme(row: Row) -> bool:
+    """Points that the README shows: D in `DRAFT_TOKENS`, the default axis order's programs, nothing of scaling."""
+    if row["operation"] == "compile" and row["axis_order"] != AXIS_ORDERS[0]:
+        return False
+    return row["operation"] != "scaling" and row["num_draft_tokens"] in DRAFT_TOKENS
 
-    Models, ranks and runs without command buffers count apart. Only points with D in `DRAFT_TOKENS` take part.
+
+def newest(records: Iterable[Record]) -> Iterator[tuple[Record, Callable[[Row], bool]]]:
+    """Each record that is the newest with some operation, and which of its points those are, of those in the README.
+
+    Models, ranks and runs without command buffers count apart.
     """
 
     def kinds(record: Record) -> set[tuple[Any, ...]]:
         variant = (record["preset"], record["tp"], record.get("command_buffers", True))
-        return {(row["operation"], *variant) for row in record["points"] if row["num_draft_tokens"] in DRAFT_TOKENS}
+        return {(row["operation"], *variant) for row in record["points"] if in_readme(row)}
 
     def when(record: Record) -> tuple[str, str]:
         return record["environment"]["date"], record["environment"].get("time", "")
 
-    chosen: dict[tuple[Any, ...], Record] = {}
     ordered = sorted(records, key=when)
-    for record in ordered:
-        chosen |= dict.fromkeys(kinds(record), record)
+    chosen = {kind: record for record in ordered for kind in kinds(record)}  # the last one stays
     for record in ordered:
         operations = {kind[0] for kind, one in chosen.items() if one is record}
         if operations:
-            yield (
-                record,
-                lambda row, operations=operations: (
-                    row["operation"] in operations and row["num_draft_tokens"] in DRAFT_TOKENS
-                ),
-            )
+            yield record, lambda row, operations=operations: row["operation"] in operations and in_readme(row)
 
 
 def readme_block(paths: Iterable[pathlib.Path]) -> str:
