@@ -345,7 +345,9 @@ def _check_tensors(directory: pathlib.Path, found: dict[str, _Found], wanted: di
 def random_tensor(name: str, shape: tuple[int, ...], normal: Callable[[tuple[int, ...]], Any]) -> Any:
     """A tensor of a random model whose activations keep their size, with no norm, decay or bias at a constant.
 
-    `normal(shape)` gives standard normal numbers. Matrices divide by the root of their inputs.
+    `normal(shape)` gives standard normal numbers. Matrices divide by the root of their inputs; those that write to the
+    residual are smaller, so that the newest token matters most and greedy decoding repeats itself now and then, as text
+    does.
     """
     noise = normal(shape)
     if name.endswith("A_log"):
@@ -356,7 +358,8 @@ def random_tensor(name: str, shape: tuple[int, ...], normal: Callable[[tuple[int
         return noise * 0.2
     if name.endswith(("embed_tokens.weight", "conv1d.weight")):
         return noise * 0.5
-    return noise / math.sqrt(shape[-1])
+    scale = 0.2 if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj")) else 1.0
+    return noise * (scale / math.sqrt(shape[-1]))
 
 
 def random_parameters(config: ModelConfig, dtype: Dtype, seed: int = 0) -> Parameters:
