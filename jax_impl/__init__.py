@@ -16,7 +16,15 @@ if TYPE_CHECKING:
         causal_conv1d_verify,
         prepare_conv_weight,
     )
+    from jax_impl.envelope import envelope_slots, envelope_spec
     from jax_impl.layout import ConvCacheSpec, use_storage
+    from jax_impl.rollback import (
+        HybridCache,
+        accepted_from_index,
+        commit_after_verify,
+        commit_recurrent_state,
+        track_tokens_at_boundary,
+    )
     from jax_impl.windows import gather_windows
 
 __version__ = "0.1.0"
@@ -25,14 +33,21 @@ __all__ = [
     "ConvCache",
     "ConvCacheSpec",
     "ConvWeight",
+    "HybridCache",
+    "accepted_from_index",
     "allocate_conv_cache",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "causal_conv1d_verify",
+    "commit_after_verify",
     "commit_conv_state",
+    "commit_recurrent_state",
+    "envelope_slots",
+    "envelope_spec",
     "gather_windows",
     "prepare_conv_weight",
     "reset_conv_state",
+    "track_tokens_at_boundary",
     "use_storage",
 ]
 
@@ -40,14 +55,21 @@ _MODULE_OF = {
     "ConvCache": "cache",
     "ConvCacheSpec": "layout",
     "ConvWeight": "conv",
+    "HybridCache": "rollback",
+    "accepted_from_index": "rollback",
     "allocate_conv_cache": "cache",
     "causal_conv1d_prefill": "conv",
     "causal_conv1d_update": "conv",
     "causal_conv1d_verify": "conv",
+    "commit_after_verify": "rollback",
     "commit_conv_state": "commit",
+    "commit_recurrent_state": "rollback",
+    "envelope_slots": "envelope",
+    "envelope_spec": "envelope",
     "gather_windows": "windows",
     "prepare_conv_weight": "conv",
     "reset_conv_state": "cache",
+    "track_tokens_at_boundary": "rollback",
     "use_storage": "layout",
 }
 

@@ -5,15 +5,21 @@
 Reads `conv_windows`, writes `conv_state` at the named slots and nowhere else, bit for bit. All reads see the buffer as
 it was before the call, and no request reads the pool, so slots may repeat the pattern of rows in any permutation.
 
+One call takes any number of groups: pools with their own geometry, one array per layer, and recurrent states, which
+`jax_impl.rollback` brings as groups whose window is one column. All groups that the kernel takes, and both index sets,
+share one launch: a grid of destinations × units, where the units of a group are its layers × channel blocks.
+
 Source: contracts of the layout in `jax_impl.layout`; the scatter of SGLang's pull request #28302.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_impl import checks, runs
 from jax_impl.implementation import choose_implementation
@@ -23,23 +29,37 @@ from jax_impl.windows import live_window, row_array, take_windows
 
 # Bytes of one thread per run of channels. Nothing but copies: the widest access needs the fewest instructions.
 THREAD_BYTES = 16
+# The same for states of one column, the recurrent ones: as many bytes in flight as the columns of a convolution have.
+ONE_COLUMN_THREAD_BYTES = 64
+# Pools of one launch; a kernel has 4 KiB of parameters, and each pool and buffer takes one.
+MAX_GROUPS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """Checked index arguments of one call, shared by all its groups of arrays.
 
     `destinations` holds one or two pairs (slots, accepted counts): the committed set and, if given, the tracked set.
     """
 
     destinations: tuple[tuple[jax.Array, jax.Array], ...]
-    rows: jax.Array | None
     valid: jax.Array | None
     null_slot: int | None
 
     @property
     def batch(self) -> int:
         return self.destinations[0][0].shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One pool with its buffer; `rows` None means row b for request b."""
+
+    spec: ConvCacheSpec
+    state: jax.Array
+    windows: jax.Array
+    stacked: bool
+    rows: jax.Array | None
 
 
 def commit_conv_state(
@@ -86,7 +106,8 @@ def commit_conv_state(
       twice is unspecified, everything else is still right (`jax_impl.debug.check_commit` reports it).
 
     Moves:
-      L * live * S * conv_dim elements read and written.
+      L * live * S * conv_dim elements read and written, in one kernel launch for all groups and both index sets
+      together (one for every 64 groups; the plain form takes a gather and a scatter per group and set).
 
     Example:
       >>> import jax.numpy as jnp
@@ -97,48 +118,36 @@ def commit_conv_state(
       [9.0, 9.0, 9.0, 2.0, 3.0, 4.0]
     """
     problems = Problems()
-    call, batch = _check_indices(
+    call, rows, batch = check_indices(
         problems,
         state_indices,
         num_accepted_tokens,
-        window_rows,
-        num_valid_tokens,
-        null_slot,
-        track_indices,
-        track_num_tokens,
+        window_rows=window_rows,
+        num_valid_tokens=num_valid_tokens,
+        null_slot=null_slot,
+        track_indices=track_indices,
+        track_num_tokens=track_num_tokens,
     )
     checks.implementation_name(problems, implementation)
-    groups = _check_groups(problems, conv_state, conv_windows, spec, None if window_rows is not None else batch)
+    in_order = batch if window_rows is None else None
+    groups = check_groups(problems, conv_state, conv_windows, spec, in_order=in_order, rows=rows)
     problems.raise_if_any()
     assert call is not None
-    requests = call.batch * len(call.destinations)
-    chosen = choose_implementation(implementation, [group.spec for group in groups], requests)
-    commit = _commit_xla if chosen == "xla" else functools.partial(_commit_pallas, interpret=chosen != "pallas")
-    committed = [commit(call, group) for group in groups]
-    return jax.tree.unflatten(jax.tree.structure(conv_state), committed)
+    return jax.tree.unflatten(jax.tree.structure(conv_state), run_commit(call, groups, implementation))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """One pool with its buffer."""
-
-    spec: ConvCacheSpec
-    conv_state: jax.Array
-    conv_windows: jax.Array
-    stacked: bool
-
-
-def _check_indices(
+def check_indices(
     problems: Problems,
     state_indices: Any,
     num_accepted_tokens: Any,
+    *,
     window_rows: Any,
     num_valid_tokens: Any,
     null_slot: Any,
     track_indices: Any,
     track_num_tokens: Any,
-) -> tuple[_Call | None, int | None]:
-    """The index arguments as int32 `[B]`, and B, the length of `state_indices`; None where they do not fit."""
+) -> tuple[Call | None, jax.Array | None, int | None]:
+    """The call, `window_rows` as int32 `[B]` if given, and B, the length of `state_indices`; None if they do not fit."""
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     batch = None if slots is None else slots.shape[0]
     named = {
@@ -158,7 +167,7 @@ def _check_indices(
         problems.add(missing, "given together with the other track argument", "None")
     null = checks.null_slot_value(problems, null_slot)
     if problems.messages:
-        return None, batch
+        return None, arrays.get("window_rows"), batch
     accepted = arrays["num_accepted_tokens"]
     assert slots is not None and accepted is not None
     destinations = [(slots, accepted)]
@@ -166,11 +175,13 @@ def _check_indices(
         track, count = arrays["track_indices"], arrays["track_num_tokens"]
         assert track is not None and count is not None
         destinations.append((track, count))
-    return _Call(tuple(destinations), arrays.get("window_rows"), arrays.get("num_valid_tokens"), null), batch
+    return Call(tuple(destinations), arrays.get("num_valid_tokens"), null), arrays.get("window_rows"), batch
 
 
-def _check_groups(problems: Problems, conv_state: Any, conv_windows: Any, spec: Any, batch: int | None) -> list[_Group]:
-    """Pools with their buffers and specs, in the order of `conv_state`'s leaves; `batch` rows are used in order."""
+def check_groups(
+    problems: Problems, conv_state: Any, conv_windows: Any, spec: Any, *, in_order: int | None, rows: jax.Array | None
+) -> list[Group]:
+    """Pools with their buffers and specs, in the order of `conv_state`'s leaves; `in_order` requests use row b each."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(conv_state)
     states = [state for _, state in with_paths]
     if not states:
@@ -194,19 +205,35 @@ def _check_groups(problems: Problems, conv_state: Any, conv_windows: Any, spec: 
         place = jax.tree_util.keystr(path)
         stacked = checks.cache_array(problems, f"conv_state{place}", state, one)
         checks.cache_array(problems, f"conv_windows{place}", buffer, one, stacked=stacked)
-        if batch is not None:
-            row_array(problems, None, batch, one)
-        groups.append(_Group(one, state, buffer, bool(stacked)))
+        if in_order is not None:
+            row_array(problems, None, in_order, one)
+        groups.append(Group(one, state, buffer, bool(stacked), rows))
     return groups
 
 
-def _commit_xla(call: _Call, group: _Group) -> jax.Array:
-    spec, pool = group.spec, group.conv_state
-    rows = jnp.arange(call.batch, dtype=jnp.int32) if call.rows is None else call.rows
+def run_commit(call: Call, groups: Sequence[Group], implementation: checks.Implementation | None) -> list[jax.Array]:
+    """The groups' pools after the call. Unless an implementation is named, each group takes the best it can."""
+    requests = call.batch * len(call.destinations)
+    specs = [group.spec for group in groups]
+    if implementation is None:
+        chosen = [choose_implementation(None, [spec], requests) for spec in specs]
+    else:
+        chosen = [choose_implementation(implementation, specs, requests)] * len(groups)
+    in_kernel = [group for group, name in zip(groups, chosen, strict=True) if name != "xla"]
+    launched = iter(_commit_pallas(call, in_kernel, interpret="pallas_interpret" in chosen))
+    return [
+        _commit_xla(call, group) if name == "xla" else next(launched)
+        for group, name in zip(groups, chosen, strict=True)
+    ]
+
+
+def _commit_xla(call: Call, group: Group) -> jax.Array:
+    spec, pool = group.spec, group.state
+    rows = jnp.arange(call.batch, dtype=jnp.int32) if group.rows is None else group.rows
     taken = []
     for slots, accepted in call.destinations:  # every window is read before any is written
         live = live_window(accepted, rows, call.valid, spec=spec) & live_slot(slots, call.null_slot, spec=spec)
-        windows = take_windows(group.conv_windows, accepted, rows, live, spec=spec, stacked=group.stacked)
+        windows = take_windows(group.windows, accepted, rows, live, spec=spec, stacked=group.stacked)
         taken.append((windows, runs.Runs(spec, slots, live, of="state", stacked=group.stacked)))
     for windows, where in taken:
         pool = runs.put(pool, windows, where)
@@ -214,14 +241,38 @@ def _commit_xla(call: _Call, group: _Group) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is static about one launch; `block` channels per grid point, `vector` neighbouring ones per thread."""
+class _GroupPlan:
+    """What is static about one group in a launch.
+
+    Attributes:
+      rows: which of the launch's row arrays is the group's; None means row b for request b.
+      block: channels of one unit. vector: neighbouring channels of one thread.
+      first_unit: where the group's units begin among those of all groups.
+    """
 
     spec: ConvCacheSpec
     stacked: bool
-    null_slot: int | None
+    rows: int | None
     block: int
     vector: int
+    first_unit: int
+
+    @property
+    def blocks(self) -> int:
+        """Units of one layer."""
+        return self.spec.conv_dim // self.block
+
+    @property
+    def end(self) -> int:
+        return self.first_unit + self.blocks * (self.spec.num_layers if self.stacked else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static about one launch."""
+
+    groups: tuple[_GroupPlan, ...]
+    null_slot: int | None
     interpret: bool
 
 
@@ -229,91 +280,131 @@ def _commit_kernel(
     # inputs
     inputs: dict[str, Any],
     # outputs
-    conv_state_out: Any,
-    *,
+    *states_out: Any,
     plan: _Plan,
 ) -> None:
-    """One channel block of one destination in one layer; a skipped destination ends after a few scalar reads."""
-    from jax_impl.pallas_backend import grid_index, load_runs, load_tile, span, store_runs, when
+    """One unit of one destination: a channel block of one layer of one group."""
+    from jax_impl.pallas_backend import grid_index, when
 
-    spec, batch, block, vector, interpret = (
-        plan.spec,
-        inputs["slots_in"].shape[0],
-        plan.block,
-        plan.vector,
-        plan.interpret,
-    )
-    destination = grid_index("destination")
+    batch = inputs["slots_in"].shape[0]
+    destination, unit = grid_index("destination"), grid_index("unit")
     tracked = destination >= batch  # the second half of the axis is the tracked set
     request = destination - jnp.where(tracked, batch, 0)
     slot, accepted = inputs["slots_in"][request], inputs["accepted_in"][request]
     if "track_slots_in" in inputs:
         slot = jnp.where(tracked, inputs["track_slots_in"][request], slot)
         accepted = jnp.where(tracked, inputs["track_accepted_in"][request], accepted)
-    row = inputs["rows_in"][request] if "rows_in" in inputs else request
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    live = live_window(accepted, row, valid, spec=spec) & live_slot(slot, plan.null_slot, spec=spec)
 
-    @when(live)
-    def _copy() -> None:
-        layer = (grid_index("layer"),) if plan.stacked else ()
-        channels = span(grid_index("block") * block, block)
-        entry = (*layer, slot)
-        first = accepted - 1
-        dense = spec.storage == "dense"
-        source = (*layer, row, first) if dense else (*layer, row)
-        columns = span(0 if dense else first, spec.state_columns)
-        everything = span(0, spec.state_columns)
-        if spec.axis_order == "channel_major":
-            shape = (block, spec.state_columns)
-            window = load_tile(inputs["windows_in"], (*source, channels, columns), shape, interpret)
-            conv_state_out[(*entry, channels, everything)] = window
+    def search(first: int, end: int) -> None:
+        """Finds the unit's group among groups first … end-1, halving them: few comparisons however many there are."""
+        if end - first == 1:
+            group, windows_in, state_out = plan.groups[first], inputs["windows_in"][first], states_out[first]
+            row = request if group.rows is None else inputs["rows_in"][group.rows][request]
+            live = live_window(accepted, row, valid, spec=group.spec) & live_slot(slot, plan.null_slot, spec=group.spec)
+            copy = functools.partial(
+                _copy_unit, windows_in, state_out, (slot, row, accepted), group=group, interpret=plan.interpret
+            )
+            when(live)(copy)
             return
-        shape = (spec.state_columns, block)
-        runs_read = load_runs(inputs["windows_in"], (*source, columns, channels), shape, vector, interpret)
-        store_runs(conv_state_out, (*entry, everything, channels), dict(enumerate(runs_read)), vector, interpret)
+        middle = (first + end) // 2
+        before = unit < plan.groups[middle].first_unit
+        when(before)(functools.partial(search, first, middle))
+        when(jnp.logical_not(before))(functools.partial(search, middle, end))
+
+    search(0, len(plan.groups))
 
 
-def _commit_pallas(call: _Call, group: _Group, *, interpret: bool, thread_bytes: int = THREAD_BYTES) -> jax.Array:
-    """Launches the scatter: destinations × layers × channel blocks, all of them in one kernel.
+def _copy_unit(
+    # inputs
+    windows_in: Any,
+    # outputs
+    state_out: Any,
+    request: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    group: _GroupPlan,
+    interpret: bool,
+) -> None:
+    """Copies the window of a live request (slot, row, accepted) in this unit's channels."""
+    from jax_impl.pallas_backend import grid_index, load_runs, load_tile, span, store_runs
+
+    spec, block, (slot, row, accepted) = group.spec, group.block, request
+    unit = grid_index("unit") - group.first_unit
+    layer = (lax.div(unit, jnp.int32(group.blocks)),) if group.stacked else ()
+    channels = span(lax.rem(unit, jnp.int32(group.blocks)) * block, block)
+    first, entry = accepted - 1, (*layer, slot)
+    dense = spec.storage == "dense"
+    source = (*layer, row, first) if dense else (*layer, row)
+    columns = span(0 if dense else first, spec.state_columns)
+    everything = span(0, spec.state_columns)
+    if spec.axis_order == "channel_major":
+        shape = (block, spec.state_columns)
+        state_out[(*entry, channels, everything)] = load_tile(
+            windows_in, (*source, channels, columns), shape, interpret
+        )
+        return
+    shape, how = (spec.state_columns, block), (group.vector, interpret)
+    runs_read = load_runs(windows_in, (*source, columns, channels), shape, *how)
+    store_runs(state_out, (*entry, everything, channels), dict(enumerate(runs_read)), *how)
+
+
+def _commit_pallas(
+    call: Call, groups: Sequence[Group], *, interpret: bool, thread_bytes: int | None = None
+) -> list[jax.Array]:
+    """Launches the scatter of all groups in one kernel, or one for every `MAX_GROUPS` of them.
 
     `thread_bytes` is for tests and measurements.
     """
+    done: list[jax.Array] = []
+    for first in range(0, len(groups), MAX_GROUPS):
+        some = groups[first : first + MAX_GROUPS]
+        used = [group for group in some if call.batch and group.spec.max_requests]
+        written = iter(_launch(call, used, interpret=interpret, thread_bytes=thread_bytes) if used else ())
+        done += [next(written) if any(group is one for one in used) else group.state for group in some]
+    return done
+
+
+def _launch(call: Call, groups: Sequence[Group], *, interpret: bool, thread_bytes: int | None) -> tuple[jax.Array, ...]:
     from jax_impl import pallas_backend
 
-    if call.batch == 0 or group.spec.max_requests == 0:
-        return group.conv_state
-    spec = group.spec
-    block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, thread_bytes)
+    rows: list[jax.Array] = []
+    plans: list[_GroupPlan] = []
+    for group in groups:
+        spec, number = group.spec, None
+        if group.rows is not None:
+            number = next((i for i, known in enumerate(rows) if known is group.rows), len(rows))
+            rows += [group.rows] if number == len(rows) else []
+        per_thread = thread_bytes or (THREAD_BYTES if spec.state_columns > 1 else ONE_COLUMN_THREAD_BYTES)
+        block, vector = pallas_backend.block_of(spec.conv_dim, spec.item_bytes, per_thread)
+        first_unit = plans[-1].end if plans else 0
+        plans.append(_GroupPlan(spec, group.stacked, number, block, vector, first_unit))
     (slots, accepted), *track = call.destinations
-    inputs = {"windows_in": group.conv_windows, "slots_in": slots, "accepted_in": accepted}
+    inputs: dict[str, Any] = {
+        "windows_in": [group.windows for group in groups],
+        "slots_in": slots,
+        "accepted_in": accepted,
+        "rows_in": rows,
+    }
     if track:
         inputs |= {"track_slots_in": track[0][0], "track_accepted_in": track[0][1]}
-    if call.rows is not None:
-        inputs["rows_in"] = call.rows
     if call.valid is not None:
         inputs["valid_in"] = call.valid
-    plan = _Plan(spec, group.stacked, call.null_slot, block, vector, interpret)
-    return _run_commit(inputs, group.conv_state, plan=plan)
+    plan = _Plan(tuple(plans), call.null_slot, interpret)
+    return _run_commit(inputs, tuple(group.state for group in groups), plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _run_commit(inputs: dict[str, jax.Array], conv_state: jax.Array, *, plan: _Plan) -> jax.Array:
-    """The launch, as a jitted function of its own so that equal groups share one traced kernel."""
+def _run_commit(inputs: dict[str, Any], states: tuple[jax.Array, ...], *, plan: _Plan) -> tuple[jax.Array, ...]:
+    """The launch, as a jitted function of its own so that equal calls share one traced kernel."""
     from jax_impl import pallas_backend
 
-    spec = plan.spec
     sets = 2 if "track_slots_in" in inputs else 1
-    (conv_state,) = pallas_backend.call_in_place(
+    orders = sorted({group.spec.axis_order for group in plan.groups})
+    return pallas_backend.call_in_place(
         functools.partial(_commit_kernel, plan=plan),
         inputs,
-        (conv_state,),
-        grid={
-            "destination": sets * inputs["slots_in"].shape[0],
-            "layer": spec.num_layers if plan.stacked else 1,
-            "block": spec.conv_dim // plan.block,
-        },
-        name=f"specconv_commit_{spec.axis_order}",
+        states,
+        grid={"destination": sets * inputs["slots_in"].shape[0], "unit": plan.groups[-1].end},
+        name=f"specconv_commit_{'_and_'.join(orders)}",
         interpret=plan.interpret,
     )
-    return conv_state

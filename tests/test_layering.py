@@ -25,6 +25,8 @@ LEVELS = {
     "debug": 3,
     "commit": 3,
     "conv": 3,
+    "envelope": 2,
+    "rollback": 4,
     "sharding": 4,
     "demo": 6,
     "__main__": 7,
