@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jax_impl.model import hybrid
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.drafters import CorruptedReplay, Drafter, NoDrafts, PromptLookup
 from jax_impl.model.hybrid import ModelCache
-from jax_impl.model.standin import commit_after_verify
 from jax_impl.model.weights import Parameters
+from jax_impl.rollback import commit_after_verify
 
 SHORTEST_PREFILL = 16  # prompts are padded to a power of two of at least this many tokens, so that programs are few
 
@@ -133,7 +133,9 @@ def _accept(
     """n of each row, and which of the greedy tokens are stop tokens; nothing is accepted behind a stop token."""
     position = jnp.arange(1, block.shape[1], dtype=jnp.int32)[None, :]
     agrees = (block[:, 1:] == greedy[:, :-1]) & (position < verified[:, None])
-    is_stop = functools.reduce(jnp.logical_or, [greedy == token for token in stop_token_ids], jnp.zeros_like(greedy) > 0)
+    is_stop = functools.reduce(
+        jnp.logical_or, [greedy == token for token in stop_token_ids], jnp.zeros_like(greedy) > 0
+    )
     agrees &= ~is_stop[:, :-1]
     accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     return jnp.minimum(accepted, verified), is_stop

@@ -19,8 +19,8 @@ from jax_impl.layout import AxisOrder, Storage
 from jax_impl.model import attention, mixers
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.mixers import matmul, rms_norm
-from jax_impl.model.standin import HybridCache
 from jax_impl.model.weights import DenseMlp, FullAttention, LinearAttention, MoeMlp, Parameters
+from jax_impl.rollback import HybridCache
 
 
 @jax.tree_util.register_dataclass
