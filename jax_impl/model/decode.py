@@ -25,7 +25,7 @@ from jax_impl.checks import Implementation
 from jax_impl.layout import AxisOrder, Problems, Storage
 from jax_impl.model import hybrid
 from jax_impl.model.config import ModelConfig
-from jax_impl.model.drafters import CorruptedReplay, Drafter, NoDrafts, PromptLookup
+from jax_impl.model.drafters import CorruptedReplay, Drafter, PromptLookup
 from jax_impl.model.hybrid import ModelCache
 from jax_impl.model.weights import Parameters
 from jax_impl.rollback import commit_after_verify
@@ -133,12 +133,14 @@ def _accept(
     """n of each row, and which of the greedy tokens are stop tokens; nothing is accepted behind a stop token."""
     position = jnp.arange(1, block.shape[1], dtype=jnp.int32)[None, :]
     agrees = (block[:, 1:] == greedy[:, :-1]) & (position < verified[:, None])
-    is_stop = functools.reduce(
-        jnp.logical_or, [greedy == token for token in stop_token_ids], jnp.zeros_like(greedy) > 0
-    )
+    is_stop = _is_stop(greedy, stop_token_ids)
     agrees &= ~is_stop[:, :-1]
     accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     return jnp.minimum(accepted, verified), is_stop
+
+
+def _is_stop(tokens: jax.Array, stop_token_ids: tuple[int, ...]) -> jax.Array:
+    return functools.reduce(jnp.logical_or, (tokens == stop for stop in stop_token_ids), jnp.zeros(tokens.shape, bool))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "stop_token_ids"), donate_argnames="state")
@@ -161,7 +163,7 @@ def prefill_step(
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
     first = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
-    stopped = functools.reduce(jnp.logical_or, [first == token for token in stop_token_ids], jnp.zeros_like(first) > 0)
+    stopped = _is_stop(first, stop_token_ids)
     count, max_len = state.history.shape
     position = jnp.arange(max_len, dtype=jnp.int32)[None, :]
     padded = jnp.pad(prompts, ((0, 0), (0, max_len - prompts.shape[1])))
@@ -379,7 +381,8 @@ class Engine:
         self.state, first = prefill_step(
             self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids
         )
-        return [self._receive(request, [int(token)]) for request, token in zip(joined, np.asarray(first))]
+        sampled = np.asarray(first)[: len(joined)].tolist()
+        return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
 
     def replay(self, request: Request, tokens: Sequence[int]) -> None:
         """Tells a `CorruptedReplay` what a request is going to generate."""
@@ -460,17 +463,3 @@ class Engine:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-__all__ = [
-    "DecodeState",
-    "Engine",
-    "NoDrafts",
-    "OutOfSlotsError",
-    "Progress",
-    "Request",
-    "Statistics",
-    "StepResult",
-    "prefill_step",
-    "verify_step",
-]

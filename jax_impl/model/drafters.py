@@ -71,7 +71,7 @@ class PromptLookup:
         """
         if max_drafts == 0:
             return NoDrafts().propose(history, lengths, slots, step, 0)
-        batch, max_len = history.shape
+        max_len = history.shape[1]
         first, count = jnp.zeros_like(lengths), jnp.zeros_like(lengths)
         start = jnp.arange(max_len, dtype=jnp.int32)[None, :]
         for ngram in range(1, self.max_ngram + 1):  # a longer one that is found overrides a shorter one

@@ -6,8 +6,8 @@
     o = Sᵀ q
 
 q and k are l2-normalised, q divided by √key_dim; everything from the convolution's output to o is float32. The
-recurrence is one `lax.scan` over tokens. A verified block keeps the state after each of its tokens, so that the accepted
-one can be committed; the pool itself is only read.
+recurrence is one `lax.scan` over tokens. A verified block keeps the state after each of its tokens, so that the
+accepted one can be committed; the pool itself is only read.
 """
 
 from typing import NamedTuple

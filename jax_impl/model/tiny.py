@@ -1,4 +1,4 @@
-"""A small random checkpoint in the files of a real one, so that everything runs without a download and without torch."""
+"""A small random checkpoint in the files of a real one: everything runs without a download and without torch."""
 
 import pathlib
 import tempfile
