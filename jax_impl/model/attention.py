@@ -47,22 +47,29 @@ def project(
 
 
 def attend(
-    weights: FullAttention, q: jax.Array, gate: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
+    weights: FullAttention,
+    q: jax.Array,
+    gate: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    num_keys: jax.Array,
 ) -> jax.Array:
     """Attention of q over all keys at or before each token's position, gated and projected: `[B, T, hidden]`.
 
     Args:
       weights: of the layer.
       q, gate: `[B, T, heads, head_dim]`.
-      keys, values: `[B, M, kv_heads, head_dim]`; key m is at position m. What is past every token may hold anything.
+      keys, values: `[B, M, kv_heads, head_dim]`; key m is at position m.
       positions: int32 `[B, T]`, at least 0.
+      num_keys: int32 `[B]`, keys that this sequence has written; those behind them may hold anything.
     """
     batch, tokens, heads, dim = q.shape
     groups = heads // keys.shape[2]
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     visible = at[None, None, :] <= positions[:, :, None]  # [B, T, M]
-    used = jnp.any(visible, axis=1)[:, :, None, None]
-    values = jnp.where(used, values, jnp.zeros_like(values))  # a weight of zero times an old NaN would be a NaN
+    written = (at[None, :] < num_keys[:, None])[:, :, None, None]
+    values = jnp.where(written, values, jnp.zeros_like(values))  # a weight of zero times an old NaN would be a NaN
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(batch, tokens, keys.shape[2], groups, dim)
     scores = jnp.einsum("btkgd,bmkd->bkgtm", grouped, keys, precision=precision, preferred_element_type=jnp.float32)

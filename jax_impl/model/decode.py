@@ -30,7 +30,7 @@ from jax_impl.model.hybrid import ModelCache
 from jax_impl.model.weights import Parameters
 from jax_impl.rollback import commit_after_verify
 
-SHORTEST_PREFILL = 16  # prompts are padded to a power of two of at least this many tokens, so that programs are few
+SHORTEST_PREFILL = 32  # prompts are padded to a power of two of at least this many tokens, so that programs are few
 
 
 class OutOfSlotsError(RuntimeError):

@@ -119,7 +119,7 @@ def prefill(
             q, gate, k, v = attention.project(layer.mixer, config, x, positions)
             keys = attention.write_tokens(keys, k, full, slots, positions, is_valid)
             values = attention.write_tokens(values, v, full, slots, positions, is_valid)
-            hidden, full = hidden + attention.attend(layer.mixer, q, gate, k, v, positions), full + 1
+            hidden, full = hidden + attention.attend(layer.mixer, q, gate, k, v, positions, lengths), full + 1
         hidden = _add_mlp(config, layer.post_norm, layer.mlp, hidden)
     conv = dataclasses.replace(cache.hybrid.conv, conv_state=conv_state)
     cache = ModelCache(HybridCache(conv, pool), keys, values)
@@ -157,6 +157,7 @@ def verify(
     live = (slots >= 0) & (slots < spec.num_slots) & (num_valid_tokens >= 1) & (num_valid_tokens <= tokens.shape[1])
     is_valid = live[:, None] & (token < num_valid_tokens[:, None])
     positions = jnp.maximum(past_lengths, 0)[:, None] + token
+    num_keys = past_lengths + jnp.where(live, num_valid_tokens, 0)
     rows = jnp.where(live, slots, 0)
     conv_windows, keys, values = cache.hybrid.conv.conv_windows, cache.keys, cache.values
 
@@ -179,7 +180,7 @@ def verify(
             keys = attention.write_tokens(keys, k, full, slots, positions, is_valid)
             values = attention.write_tokens(values, v, full, slots, positions, is_valid)
             past = [attention.read_slots(array, full, slots) for array in (keys, values)]
-            hidden, full = hidden + attention.attend(layer.mixer, q, gate, *past, positions), full + 1
+            hidden, full = hidden + attention.attend(layer.mixer, q, gate, *past, positions, num_keys), full + 1
         hidden = _add_mlp(config, layer.post_norm, layer.mlp, hidden)
     conv = dataclasses.replace(cache.hybrid.conv, conv_windows=conv_windows)
     cache = ModelCache(HybridCache(conv, pool), keys, values)
