@@ -10,6 +10,7 @@ have the dtype that the model computes in.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -363,20 +364,17 @@ def random_tensor(name: str, shape: tuple[int, ...], normal: Callable[[tuple[int
 
 
 def random_parameters(config: ModelConfig, dtype: Dtype, seed: int = 0) -> Parameters:
-    """Random parameters made on the device, without a file."""
-    key = jax.random.key(seed)
+    """Random parameters made on the device, without a file. Tensors of one shape share a program."""
+    key, count = jax.random.key(seed), itertools.count()
+    normal = jax.jit(
+        lambda number, shape, dtype: jax.random.normal(jax.random.fold_in(key, number), shape, dtype),
+        static_argnums=(1, 2),
+    )
 
-    @jax.jit
-    def make() -> Parameters:
-        count = iter(range(1 << 30))
+    def tensor(name: str, shape: tuple[int, ...], as_dtype: Any) -> jax.Array:
+        return random_tensor(name, shape, lambda shape: normal(next(count), shape, as_dtype))
 
-        def tensor(name: str, shape: tuple[int, ...], as_dtype: Any) -> jax.Array:
-            normal = lambda shape: jax.random.normal(jax.random.fold_in(key, next(count)), shape, as_dtype)  # noqa: E731
-            return random_tensor(name, shape, normal)
-
-        return assemble(config, tensor, dtype, fused_experts=True)
-
-    return make()
+    return assemble(config, tensor, dtype, fused_experts=True)
 
 
 def write_checkpoint(
