@@ -16,9 +16,9 @@ from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model
 from jax_impl.capacity import capacity, gib, times
-from jax_impl.demo import print_table
 from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
 from jax_impl.presets import PRESETS, ConvPart, Preset
+from jax_impl.tables import print_table
 
 SUBCOMMANDS = ("jax_impl.demo", "jax_impl.bench.cli")
 

@@ -11,7 +11,6 @@ run inside one jitted step with a donated cache, as in a serving engine. The mem
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -22,10 +21,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jax_impl.arguments import CliError, not_negative, positive, published_model
+from jax_impl.arguments import not_negative, positive, published_model
 from jax_impl.capacity import Capacity, PublishedRow, SavingRow, capacity, gib, published_table, saving_table, times
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, STORAGES, ConvCacheSpec
 from jax_impl.presets import Preset
+from jax_impl.tables import print_table, progress, require_rich
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_large(spec, args)
     start = time.perf_counter()
     counts: dict[int, int] = dict.fromkeys(range(args.draft_tokens + 1), 0)
-    with _progress(args.steps, hidden=args.json) as advance:
+    with progress("verify + commit", args.steps, hidden=args.json) as advance:
         mismatch = simulate(
             preset,
             spec,
@@ -480,60 +480,6 @@ def _by_column(state: np.ndarray, spec: ConvCacheSpec) -> np.ndarray:
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
-
-
-def require_rich() -> None:
-    """Raises `CliError` when rich is not installed."""
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        raise CliError(
-            'tables need `rich`, which is not installed: pip install "specconv[cli]". --json works without it.'
-        ) from None
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> None:
-    """Prints a table to stdout; the first column is text, the others are numbers."""
-    require_rich()
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):  # in a narrow terminal numbers fold, none of their digits is cut off
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
-@contextlib.contextmanager
-def _progress(steps: int, hidden: bool):
-    """A progress bar on stderr; yields the function that advances it by one step.
-
-    It appears with the first step, so that a run that is refused prints the error and nothing else.
-    """
-    if hidden:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    progress, started = Progress(console=Console(stderr=True)), False
-    task = progress.add_task("verify + commit", total=steps)
-
-    def advance() -> None:
-        nonlocal started
-        if not started:
-            progress.start()
-            started = True
-        progress.advance(task)
-
-    try:
-        yield advance
-    finally:
-        if started:
-            progress.stop()
 
 
 def _saving_text(ratio: Fraction) -> str:

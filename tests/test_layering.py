@@ -28,7 +28,7 @@ LEVELS = {
     "envelope": 2,
     "rollback": 4,
     "sharding": 4,
-    "tables": 1,
+    "tables": 3,
     "demo": 7,
     "__main__": 8,
 }
