@@ -1,15 +1,21 @@
 """Checks of values: what the operations skip without a word, reported row by row.
 
 The operations never look at the values of index arrays; they skip what is out of range, and leave the content of a slot
-that two live requests name unspecified. These checks read the arrays on the host, so they are for debugging and tests.
+that two live requests name unspecified. These checks do look, on the host or, through `jax.experimental.checkify`,
+inside a jitted step, so they are for debugging and tests.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
 
+from jax_impl import checks
 from jax_impl.layout import ConvCacheSpec, Problems
 
 
@@ -28,9 +34,13 @@ def check_commit(
 
     A count of 0, a negative slot and the null slot are the ways to skip on purpose and are not reported.
 
+    Where an argument is traced, as inside `jit`, the list is empty and each kind of finding becomes a
+    `checkify.check` instead: transform the jitted function with `checkify.checkify` and look at, or throw, its error.
+    Its message lists the requests, filled up with -1 to the length of the batch.
+
     Args:
       state_indices, num_accepted_tokens, spec, window_rows, num_valid_tokens, null_slot, track_indices,
-        track_num_tokens: as in `commit_conv_state`; concrete arrays or lists.
+        track_num_tokens: as in `commit_conv_state`.
 
     Returns:
       Sentences that name the argument and the request.
@@ -53,99 +63,151 @@ def check_commit(
         "track_indices": track_indices,
         "track_num_tokens": track_num_tokens,
     }
-    arrays = {name: np.asarray(value, np.int64) for name, value in given.items() if value is not None}
-    slots, accepted = arrays["state_indices"], arrays["num_accepted_tokens"]
+    named = {name: value for name, value in given.items() if value is not None}
+    traced = any(isinstance(one, jax.core.Tracer) for one in jax.tree.leaves(named))
     problems = Problems()
+    if traced:
+        converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
+        problems.raise_if_any()
+        arrays: dict[str, Any] = converted
+    else:
+        arrays = {name: np.asarray(value, np.int64) for name, value in named.items()}
+    requests = arrays["state_indices"].shape[0] if arrays["state_indices"].ndim else 0
     for name, array in arrays.items():
-        problems.expect(name, "request", slots.shape[:1], array.shape)
+        problems.expect(name, "request", (requests,), array.shape)
     if (track_indices is None) != (track_num_tokens is None):
         problems.add("track_indices", "given together with `track_num_tokens`", "one of them")
-    if window_rows is None and slots.size > spec.max_requests:
-        problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", slots.size)
+    if window_rows is None and requests > spec.max_requests:
+        problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()
-    rows = arrays.get("window_rows", np.arange(slots.size))
-    valid = arrays.get("num_valid_tokens", np.full(slots.size, spec.num_draft_tokens))
-    readable = (rows >= 0) & (rows < spec.max_requests) & (valid >= 1) & (valid <= spec.num_draft_tokens)
-    wanted = accepted >= 1
-    if track_num_tokens is not None:
-        wanted = wanted | (arrays["track_num_tokens"] >= 1)
-    found = _check_set("state_indices", "num_accepted_tokens", slots, accepted, valid, spec)
-    found += [
-        f"`window_rows`: request {request} reads row {rows[request]}, outside the buffer of {spec.max_requests} rows; "
-        "it is skipped."
-        for request in np.flatnonzero(wanted & ((rows < 0) | (rows >= spec.max_requests)))
-    ]
-    found += [
-        f"`num_valid_tokens`: request {request} has {valid[request]}, outside 1 to {spec.num_draft_tokens}; "
-        "it is skipped."
-        for request in np.flatnonzero(wanted & ((valid < 1) | (valid > spec.num_draft_tokens)))
-    ]
-    committed = _targets(slots, accepted, valid, readable, null_slot, spec)
-    found += _shared("state_indices", "commit", committed)
-    if track_indices is None:
-        return found
-    tracks, counts = arrays["track_indices"], arrays["track_num_tokens"]
-    found += _check_set("track_indices", "track_num_tokens", tracks, counts, valid, spec)
-    tracked = _targets(tracks, counts, valid, readable, null_slot, spec)
-    found += _shared("track_indices", "snapshot", tracked)
-    for slot in sorted(tracked.keys() & committed.keys()):
-        found.append(
-            f"`track_indices`: {_requests(tracked[slot])} snapshot to slot {slot}, which {_requests(committed[slot])} "
-            "commit to; its content is unspecified."
+    found = _findings(arrays, requests, null_slot, spec, jnp if traced else np)
+    if not traced:
+        return [sentence for one in found for sentence in one.sentences()]
+    for one in found:
+        one.check()
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finding:
+    """One kind of finding: what is wrong with the requests of `mask`.
+
+    Attributes:
+      argument: its name.
+      verb, consequence: the words around the value: "request 3 **has** 7**, more than …".
+      mask: bool `[B]`. values: int `[B]`, what the argument holds. limit: int `[B]`, `{limit}` in the consequence.
+      writers: mask of the requests that commit, where the finding is about slots named twice; None otherwise.
+    """
+
+    argument: str
+    verb: str
+    consequence: str
+    mask: Any
+    values: Any
+    limit: Any = None
+    writers: Any = None
+
+    def sentences(self) -> list[str]:
+        if self.verb in ("commit to slot", "snapshot to slot"):
+            return self._by_slot()
+        return [
+            f"`{self.argument}`: request {request} {self.verb} {self.values[request]}"
+            + self.consequence.format(limit=None if self.limit is None else self.limit[request])
+            for request in np.flatnonzero(self.mask)
+        ]
+
+    def _by_slot(self) -> list[str]:
+        """One sentence a slot instead of one a request."""
+        sharers: dict[int, list[int]] = defaultdict(list)
+        for request in np.flatnonzero(self.mask):
+            sharers[int(self.values[request])].append(int(request))
+        sentences = []
+        for slot, requests in sorted(sharers.items()):
+            others = ""
+            if self.writers is not None:
+                committed, slots = self.writers
+                others = f", which {_requests(np.flatnonzero(committed & (slots == slot)))} commit to"
+            sentences.append(f"`{self.argument}`: {_requests(requests)} {self.verb} {slot}{others}{self.consequence}")
+        return sentences
+
+    def check(self) -> None:
+        requests = jnp.nonzero(self.mask, size=self.mask.shape[0], fill_value=-1)[0]
+        values, limit = (
+            None if array is None else jnp.where(requests >= 0, array[requests], -1)
+            for array in (self.values, self.limit)
         )
-    return found
+        others = "" if self.writers is None else ", which others commit to"
+        checkify.check(
+            jnp.logical_not(self.mask.any()),
+            f"`{self.argument}`: requests {{requests}} {self.verb} {{values}}{others}{self.consequence}",
+            requests=requests,
+            values=values,
+            **({} if limit is None else {"limit": limit}),
+        )
 
 
-def _check_set(
-    slot_name: str, count_name: str, slots: np.ndarray, counts: np.ndarray, valid: np.ndarray, spec: ConvCacheSpec
-) -> list[str]:
+def _findings(
+    arrays: dict[str, Any], requests: int, null_slot: int | None, spec: ConvCacheSpec, xp: Any
+) -> list[_Finding]:
+    """Every kind of finding, with masks computed by `xp`: NumPy on the host, jax.numpy when traced."""
+    slots, accepted = arrays["state_indices"], arrays["num_accepted_tokens"]
+    tokens, skipped = spec.num_draft_tokens, "; it is skipped."
+    rows = arrays.get("window_rows", xp.arange(requests))
+    valid = arrays.get("num_valid_tokens", xp.full(requests, tokens))
+    in_buffer, in_range = (rows >= 0) & (rows < spec.max_requests), (valid >= 1) & (valid <= tokens)
+    wanted = accepted >= 1
+    if "track_num_tokens" in arrays:
+        wanted = wanted | (arrays["track_num_tokens"] >= 1)
+
+    def of_set(slot_name: str, count_name: str) -> list[_Finding]:
+        slots, counts = arrays[slot_name], arrays[count_name]
+        unread = (counts >= 1) & (counts <= tokens) & (counts > valid) & (valid >= 1)
+        of_valid = f", more than its {{limit}} valid tokens{skipped}"
+        return [
+            _Finding(count_name, "has", f", more than num_draft_tokens = {tokens}{skipped}", counts > tokens, counts),
+            _Finding(count_name, "has", f", below 0{skipped}", counts < 0, counts),
+            _Finding(count_name, "has", of_valid, unread, counts, limit=valid),
+            _Finding(
+                slot_name,
+                "names slot",
+                f", outside the pool of {spec.num_slots} slots{skipped}",
+                (counts >= 1) & (slots >= spec.num_slots),
+                slots,
+            ),
+        ]
+
+    def writes(slots: Any, counts: Any) -> Any:
+        live = in_buffer & in_range & (counts >= 1) & (counts <= valid) & (slots >= 0) & (slots < spec.num_slots)
+        return live if null_slot is None else live & (slots != null_slot)
+
+    unspecified = "; its content is unspecified."
+    commits = writes(slots, accepted)
+    shared = commits & (_occurrences(slots, slots, commits, xp) > 1)
+    of_buffer = f", outside the buffer of {spec.max_requests} rows{skipped}"
     found = [
-        f"`{count_name}`: request {request} has {counts[request]}, more than num_draft_tokens = "
-        f"{spec.num_draft_tokens}; it is skipped."
-        for request in np.flatnonzero(counts > spec.num_draft_tokens)
+        *of_set("state_indices", "num_accepted_tokens"),
+        _Finding("window_rows", "reads row", of_buffer, wanted & ~in_buffer, rows),
+        _Finding("num_valid_tokens", "has", f", outside 1 to {tokens}{skipped}", wanted & ~in_range, valid),
+        _Finding("state_indices", "commit to slot", unspecified, shared, slots),
     ]
-    found += [
-        f"`{count_name}`: request {request} has {counts[request]}, below 0; it is skipped."
-        for request in np.flatnonzero(counts < 0)
-    ]
-    too_many = (counts >= 1) & (counts <= spec.num_draft_tokens) & (counts > valid) & (valid >= 1)
-    found += [
-        f"`{count_name}`: request {request} has {counts[request]}, more than its {valid[request]} valid tokens; "
-        "it is skipped."
-        for request in np.flatnonzero(too_many)
-    ]
-    found += [
-        f"`{slot_name}`: request {request} names slot {slots[request]}, outside the pool of {spec.num_slots} slots; "
-        "it is skipped."
-        for request in np.flatnonzero((counts >= 1) & (slots >= spec.num_slots))
-    ]
-    return found
-
-
-def _targets(
-    slots: np.ndarray,
-    counts: np.ndarray,
-    valid: np.ndarray,
-    readable: np.ndarray,
-    null_slot: int | None,
-    spec: ConvCacheSpec,
-) -> dict[int, list[int]]:
-    """Live slots with the requests that write them."""
-    live = readable & (counts >= 1) & (counts <= valid) & (slots >= 0) & (slots < spec.num_slots)
-    if null_slot is not None:
-        live &= slots != null_slot
-    targets = defaultdict(list)
-    for request in np.flatnonzero(live):
-        targets[int(slots[request])].append(int(request))
-    return targets
-
-
-def _shared(name: str, verb: str, targets: dict[int, list[int]]) -> list[str]:
+    if "track_indices" not in arrays:
+        return found
+    tracks = arrays["track_indices"]
+    snapshots = writes(tracks, arrays["track_num_tokens"])
+    twice = snapshots & (_occurrences(tracks, tracks, snapshots, xp) > 1)
+    collide = snapshots & (_occurrences(tracks, slots, commits, xp) > 0)
     return [
-        f"`{name}`: {_requests(requests)} {verb} to slot {slot}; its content is unspecified."
-        for slot, requests in sorted(targets.items())
-        if len(requests) > 1
+        *found,
+        *of_set("track_indices", "track_num_tokens"),
+        _Finding("track_indices", "snapshot to slot", unspecified, twice, tracks),
+        _Finding("track_indices", "snapshot to slot", unspecified, collide, tracks, writers=(commits, slots)),
     ]
+
+
+def _occurrences(wanted: Any, among: Any, live: Any, xp: Any) -> Any:
+    """How often each of `wanted`, none of them negative where it matters, is among the live ones of `among`."""
+    ordered = xp.sort(xp.where(live, among, -1))
+    return xp.searchsorted(ordered, wanted, side="right") - xp.searchsorted(ordered, wanted, side="left")
 
 
 def _requests(numbers: Iterable[int]) -> str:

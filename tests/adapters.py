@@ -106,6 +106,14 @@ class Path:
         """conv_state"""
         raise NotImplementedError
 
+    def recurrent(self, state: Any, step_states: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        """state"""
+        raise NotImplementedError
+
+    def after_verify(self, groups: Any, state: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        """(conv pools, recurrent pools); `groups` is a dict of (spec, pool, buffer), `state` a dict of pools."""
+        raise NotImplementedError
+
 
 class DefinitionPath(Path):
     """`tests.definition` with what the public functions add: defaults, one layer's arrays, pytrees, tracking."""
@@ -184,10 +192,7 @@ class DefinitionPath(Path):
             return done if isinstance(conv_state, dict) else type(conv_state)(done.values())
         state, stacked = conv_state.copy(), conv_state.ndim == len(spec.state_shape)
         _, rows, valid = _indices(spec, options, len(slots))
-        destinations = [(slots, accepted)]
-        if options.get("track_indices") is not None:
-            destinations.append((options["track_indices"], options["track_num_tokens"]))
-        for where, count in destinations:
+        for where, count in _destinations(slots, accepted, options):
             definition.commit(
                 state if stacked else state[None],
                 conv_windows if stacked else conv_windows[None],
@@ -199,6 +204,39 @@ class DefinitionPath(Path):
                 null_slot=options.get("null_slot"),
             )
         return state
+
+    def recurrent(self, state: Any, step_states: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        if isinstance(state, dict):
+            return {key: self.recurrent(state[key], step_states[key], slots, accepted, **options) for key in state}
+        state, rows, valid = state.copy(), options.get("window_rows"), options.get("num_valid_tokens")
+        for where, count in _destinations(slots, accepted, options):
+            definition.commit_recurrent(
+                state,
+                step_states,
+                where,
+                count,
+                rows=np.arange(len(slots)) if rows is None else rows,
+                valid=np.full(len(slots), step_states.shape[2]) if valid is None else valid,
+                null_slot=options.get("null_slot"),
+            )
+        return state
+
+    def after_verify(self, groups: Any, state: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        steps, step_rows = options.pop("step_states", None), options.pop("step_rows", None)
+        pools = {
+            name: self.commit(pool, buffer, slots, accepted, spec=spec, **options)
+            for name, (spec, pool, buffer) in groups.items()
+        }
+        if state is not None:
+            rows = options.get("window_rows") if step_rows is None else step_rows
+            state = self.recurrent(state, steps, slots, accepted, **options | {"window_rows": rows})
+        return pools, state
+
+
+def _destinations(slots: Any, accepted: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
+    if options.get("track_indices") is None:
+        return [(slots, accepted)]
+    return [(slots, accepted), (options["track_indices"], options["track_num_tokens"])]
 
 
 def _indices(spec: Any, options: dict[str, Any], batch: int) -> tuple[Any, Any, Any]:
@@ -264,6 +302,23 @@ class JaxPath(Path):
         _, state = self._call("commit_conv_state", "conv_state", taken, options)
         return jax.tree.map(np.asarray, state)
 
+    def recurrent(self, state: Any, step_states: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        import jax
+
+        taken = (state, step_states, slots, accepted)
+        return jax.tree.map(np.asarray, self._call("commit_recurrent_state", "state", taken, options)[1])
+
+    def after_verify(self, groups: Any, state: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        import jax
+
+        import jax_impl
+
+        conv = {name: jax_impl.ConvCache(pool, buffer, spec) for name, (spec, pool, buffer) in groups.items()}
+        taken = (jax_impl.HybridCache(conv, state), slots, accepted)
+        after = self._call("commit_after_verify", "cache", taken, options)[1]
+        pools = {name: np.asarray(one.conv_state) for name, one in after.conv.items()}
+        return pools, jax.tree.map(np.asarray, after.recurrent_state)
+
 
 def _to_jax(value: Any, floats_only: bool) -> Any:
     import jax.numpy as jnp
@@ -288,7 +343,7 @@ def _jitted(name: str, donated: str) -> Callable[..., Any]:
     import jax
 
     known = inspect.signature(_function(name)).parameters
-    static = [key for key in ("spec", "null_slot", "activation", "implementation") if key in known]
+    static = [key for key in ("spec", "null_slot", "activation", "implementation", "layer_axis") if key in known]
     return jax.jit(_function(name), static_argnames=static, donate_argnames=[donated] if donated else [])
 
 
@@ -304,12 +359,13 @@ class TorchPath(Path):
         options = {"implementation": self.implementation} | options
         if name in ("gather_windows", "causal_conv1d_prefill"):
             del options["implementation"]  # eager only
-        options["spec"] = _map(_to_torch_spec, options["spec"])
+        if "spec" in options:
+            options["spec"] = _map(_to_torch_spec, options["spec"])
         to = functools.partial(
             _to_torch, device="cuda" if self.on_gpu else "cpu", floats_only=options.pop("as_given", False)
         )
         tensors = tuple(_map(to, value) for value in arrays)
-        moved = {key: value if key == "spec" else to(value) for key, value in options.items()}
+        moved = {key: value if key == "spec" else _map(to, value) for key, value in options.items()}
         return tensors, getattr(torch_ref, name)(*tensors, **moved)
 
     def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
@@ -334,6 +390,23 @@ class TorchPath(Path):
     def commit(self, conv_state: Any, conv_windows: Any, slots: Any, accepted: Any, **options: Any) -> Any:
         taken = (conv_state, conv_windows, slots, accepted)
         return _map(_from_torch, self._call("commit_conv_state", taken, options)[1])
+
+    def recurrent(self, state: Any, step_states: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        taken = (state, step_states, slots, accepted)
+        return _map(_from_torch, self._call("commit_recurrent_state", taken, options)[1])
+
+    def after_verify(self, groups: Any, state: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        import torch_ref
+
+        to = functools.partial(_to_torch, device="cuda" if self.on_gpu else "cpu", floats_only=False)
+        conv = {
+            name: torch_ref.ConvCache(to(pool), to(buffer), _to_torch_spec(spec))
+            for name, (spec, pool, buffer) in groups.items()
+        }
+        cache = torch_ref.HybridCache(conv, _map(to, state))
+        after = self._call("commit_after_verify", (cache, slots, accepted), options)[1]
+        pools = {name: _from_torch(one.conv_state) for name, one in after.conv.items()}
+        return pools, _map(_from_torch, after.recurrent_state)
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -58,3 +58,10 @@ def gather(windows, accepted, *, spec, rows, valid):  # a commit into a fresh po
     pool = np.zeros((spec.num_layers, len(rows), *spec.window_shape), spec.dtype)
     commit(pool, windows, np.arange(len(rows)), accepted, spec=spec, rows=rows, valid=valid, null_slot=None)
     return pool
+
+
+def commit_recurrent(state, steps, slots, accepted, *, rows, valid, null_slot):
+    for slot, n, row, v in zip(slots.tolist(), accepted.tolist(), rows.tolist(), valid.tolist(), strict=True):
+        readable = 1 <= n <= v <= steps.shape[2] and 0 <= row < steps.shape[1]
+        if readable and 0 <= slot < state.shape[1] and slot != null_slot:
+            bits(state)[:, slot] = bits(steps)[:, row, n - 1]

@@ -4,6 +4,7 @@ XLA and Mosaic compile for an H200 that is described by `h200_target.textproto`.
 (aliases, memory, copies, custom calls), not what it computes; `test_gpu.py` does that on the card.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
@@ -19,7 +20,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_impl import causal_conv1d_update, causal_conv1d_verify, commit_conv_state, gather_windows
+from jax_impl import (
+    ConvCache,
+    HybridCache,
+    causal_conv1d_update,
+    causal_conv1d_verify,
+    commit_after_verify,
+    commit_conv_state,
+    gather_windows,
+)
 from jax_impl.layout import ConvCacheSpec
 from tests.cases import DTYPES, both_orders, both_storages
 
@@ -185,7 +194,7 @@ def test_a_pool_that_is_not_donated_is_copied(h200: Any) -> None:
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 7])
 @both_orders
 def test_every_geometry_compiles(h200: Any, axis_order: Any, width: int) -> None:
-    """D = 1, 4, 17 in each dtype: nine conv groups that one call commits in nine launches."""
+    """D = 1, 4, 17 in each dtype: nine conv groups that one call commits in one launch."""
     specs = tuple(
         ConvCacheSpec(2, 7, 3, 128 * (1 + tokens % 3), width, tokens, dtype, axis_order)
         for tokens, dtype in itertools.product((1, 4, 17), DTYPES)
@@ -198,8 +207,46 @@ def test_every_geometry_compiles(h200: Any, axis_order: Any, width: int) -> None
         [(getattr(spec, name), spec.dtype) for spec in specs] for name in ("state_shape", "windows_shape")
     )
     program = compiled(step, h200, ((3,), "int32"), ((3,), "int32"), *pools, *windows, donate=range(2, 11))
-    assert len(custom_calls(program)) == 9
+    assert len(custom_calls(program)) == 1
     assert program.memory_analysis().alias_size_in_bytes >= sum(spec.state_bytes for spec in specs)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_whole_cache_is_one_launch_in_place(h200: Any, per_layer: bool, tracked: bool) -> None:
+    """Three conv groups of 22 layers (stacked, or 66 arrays in two launches), recurrent state, both index sets."""
+    stack = ConvCacheSpec(22, 65, 64, 2048, 4, 4)
+    specs = (
+        stack,
+        dataclasses.replace(stack, width=3, axis_order="channel_major"),
+        dataclasses.replace(stack, conv_dim=4096),
+    )
+    lead = 1 if per_layer else 0
+    conv_shapes = [
+        (getattr(one, name)[lead:], one.dtype)
+        for one in specs
+        for _ in range(22 if per_layer else 1)
+        for name in ("state_shape", "windows_shape")
+    ]
+    per_array = [one for one in specs for _ in range(22 if per_layer else 1)]
+
+    def step(recurrent: Any, steps: Any, slots: Any, accepted: Any, *arrays: Any) -> Any:
+        caches = [ConvCache(*pair, one) for one, *pair in zip(per_array, arrays[::2], arrays[1::2], strict=True)]
+        track = {"track_indices": slots + 9, "track_num_tokens": accepted - 1} if tracked else {}
+        return commit_after_verify(
+            HybridCache(caches, recurrent), slots, accepted, step_states=steps, implementation="pallas", **track
+        )
+
+    recurrent = ((22, 65, 16, 64, 128), "float32"), ((22, 8, 4, 16, 64, 128), "float32")
+    donate = (0, *range(4, 4 + len(conv_shapes)))
+    program = compiled(step, h200, *recurrent, ((8,), "int32"), ((8,), "int32"), *conv_shapes, donate=donate)
+    assert len(custom_calls(program)) == (2 if per_layer else 1)
+    pools = sum(one.state_bytes for one in specs) + 4 * math.prod(recurrent[0][0])
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= pools
+    assert memory.temp_size_in_bytes < 2**20
+    large = [(op, size) for op, size in instructions(program) if op in COPIES and size >= 65 * 2048]
+    assert not large
 
 
 @both_orders
