@@ -1,13 +1,17 @@
-"""`python -m jax_impl demo`: a published model's cache, run and checked against two other ways to get the same bits.
+"""`python -m jax_impl demo`: a published model's cache, checked bit for bit, and a tiny model decoded with it.
 
-Prompts are prefilled; then every step verifies D draft tokens per request, accepts a random number of them, nothing
-and everything included, and commits. After the prefill and after every step the pool is compared, as integers, with
+The first half is a model's cache without the model. Prompts are prefilled; then every step verifies D draft tokens per
+request, accepts a random number of them, nothing and everything included, and commits. After the prefill and after
+every step the pool is compared, as integers, with
 
     a definition in NumPy loops, written here, that shares no code with the package, and
     a second pool that decodes the accepted tokens one at a time with `causal_conv1d_update`.
 
 Each batch has one padding row, and slots that no request owns hold random bits which must stay as they are. The layers
-run inside one jitted step with a donated cache, as in a serving engine. The memory table closes the run.
+run inside one jitted step with a donated cache, as in a serving engine.
+
+The second half decodes with it: four requests of a small random checkpoint, speculatively, whose tokens must be those
+of greedy decoding. The memory table closes the run.
 """
 
 import argparse
@@ -15,7 +19,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +28,7 @@ import numpy as np
 from jax_impl.arguments import not_negative, positive, published_model
 from jax_impl.capacity import Capacity, PublishedRow, SavingRow, capacity, gib, published_table, saving_table, times
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, STORAGES, ConvCacheSpec
+from jax_impl.model.cli import print_statistics, require_safetensors
 from jax_impl.presets import Preset
 from jax_impl.tables import print_table, progress, require_rich
 
@@ -46,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a published model's cache and check every step bit for bit",
         description="Allocates a published model's geometry, runs verify and commit steps with random acceptance and "
         "compares the pool bit for bit with a NumPy definition and with one-token decoding after every step. "
-        "Exit code 1 on any difference.",
+        "Then a tiny checkpoint is decoded speculatively and greedily. Exit code 1 on any difference.",
     )
     option = parser.add_argument
     option("--model", type=published_model, default="Qwen3.5-0.8B", metavar="NAME", help="default: %(default)s")
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns the exit code."""
     if not args.json:
         require_rich()
+    require_safetensors()
     preset: Preset = args.model
     spec = preset.spec(
         num_slots=1 + args.requests + SPARE_SLOTS,
@@ -93,11 +99,18 @@ def run(args: argparse.Namespace) -> int:
             advance=advance,
         )
     seconds = time.perf_counter() - start
+    decoded = None
+    if mismatch is None:  # after a difference there is nothing to show
+        from jax_impl.model import example
+
+        decoded = example.run(args.implementation)
     if args.json:
-        print(json.dumps(_report(preset, spec, args, counts, seconds, mismatch)))
+        report = _report(preset, spec, args, counts, seconds, mismatch)
+        whole = decoded is not None and decoded.mismatch is None
+        print(json.dumps(report | {"ok": whole, "decoding": decoded and decoded.report()}))
     else:
-        _print_report(preset, spec, args, counts, seconds, mismatch)
-    return 0 if mismatch is None else 1
+        _print_report(preset, spec, args, counts, seconds, mismatch, decoded)
+    return 0 if decoded is not None and decoded.mismatch is None else 1
 
 
 def run_bytes(spec: ConvCacheSpec) -> int:
@@ -534,6 +547,7 @@ def _print_report(
     counts: dict[int, int],
     seconds: float,
     mismatch: Mismatch | None,
+    decoded: Any,
 ) -> None:
     if mismatch is not None:
         print(f"FAILED: {mismatch}", file=sys.stderr)
@@ -546,6 +560,11 @@ def _print_report(
             f"one-token decoding, in {seconds:.1f} s.\n"
             f"Accepted tokens: {accepted}; one padding row per step.\n"
         )
+    if decoded is not None and decoded.mismatch is not None:
+        print(f"FAILED: {decoded.mismatch}", file=sys.stderr)
+    elif decoded is not None:
+        print(decoded)
+        print_statistics(decoded.statistics, stderr=False)
     size = capacity(spec)
     table: list[tuple[str, int, int, int, Capacity | PublishedRow]] = [
         (r.model, r.tp, r.max_requests, r.num_draft_tokens, r) for r in published_table()

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from jax_impl.arguments import CliError
 
 
-def require_rich() -> None:
-    """Raises `CliError` when rich is not installed."""
+def require_rich(otherwise: str = "--json works without it.") -> None:
+    """Raises `CliError` when rich is not installed; `otherwise` says how to do without."""
     try:
         import rich  # noqa: F401
     except ImportError:
         raise CliError(
-            'tables need `rich`, which is not installed: pip install "specconv[cli]". --json works without it.'
+            f'tables need `rich`, which is not installed: pip install "specconv[cli]". {otherwise}'
         ) from None
 
 
@@ -52,7 +52,7 @@ def progress(what: str, steps: int, *, hidden: bool = False) -> Iterator[Callabl
     from rich.console import Console
     from rich.progress import Progress
 
-    bar, started = Progress(console=Console(stderr=True)), False
+    bar, started = Progress(console=Console(stderr=True), redirect_stdout=False), False
     task = bar.add_task(what, total=steps)
 
     def advance(count: int = 1) -> None:

@@ -14,6 +14,7 @@ by itself, so that many steps can be launched without waiting for one; between s
 import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -180,6 +181,19 @@ def prefill_step(
     return state, first
 
 
+def cache_bytes(config: ModelConfig, dtype: str, *, max_requests: int, max_len: int, num_draft_tokens: int) -> int:
+    """Bytes of an engine's cache with one slot per request, and of the recurrent states that a step makes."""
+    cache = jax.eval_shape(
+        lambda: hybrid.allocate_model_cache(
+            config, dtype, num_slots=max_requests, max_requests=max_requests, max_len=max_len,
+            num_draft_tokens=num_draft_tokens,
+        )
+    )  # fmt: skip
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    recurrent = cache.hybrid.recurrent_state
+    return sum(sizes) + num_draft_tokens * recurrent.size * recurrent.dtype.itemsize
+
+
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
@@ -208,11 +222,13 @@ class Statistics:
       tokens: generated tokens, n of each request step, the bonus token included.
       histogram: how often each n occurred, 1 … D.
       proposed, accepted: by draft position 1 … D - 1, how often a draft was verified there, and accepted.
+      seconds: from each step's launch until its tokens were here.
     """
 
     num_draft_tokens: int
     steps: int = 0
     tokens: int = 0
+    seconds: float = 0.0
     histogram: list[int] = dataclasses.field(init=False)
     proposed: list[int] = dataclasses.field(init=False)
     accepted: list[int] = dataclasses.field(init=False)
@@ -391,7 +407,15 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One step of all requests: their new tokens. A request that is finished by it has left."""
-        return self.collect(self.launch())
+        start = time.perf_counter()
+        progress = self.collect(self.launch())
+        self.statistics.seconds += time.perf_counter() - start
+        return progress
+
+    def warm_up(self) -> None:
+        """Compiles the step by taking one without requests, so that it does not count as time of the first step."""
+        assert not self.requests
+        jax.block_until_ready(self.launch())
 
     def launch(self) -> StepResult:
         """Starts a step and does not wait for it; `collect` its result, in order, before requests join or leave."""

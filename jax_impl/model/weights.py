@@ -377,6 +377,12 @@ def random_parameters(config: ModelConfig, dtype: Dtype, seed: int = 0) -> Param
     return assemble(config, tensor, dtype, fused_experts=True)
 
 
+def count_parameters(parameters: Parameters) -> int:
+    """Numbers in all arrays, a tied output projection counted once."""
+    leaves = {id(leaf): leaf.size for leaf in jax.tree.leaves(parameters)}
+    return sum(leaves.values())
+
+
 def write_checkpoint(
     directory: pathlib.Path, raw_config: dict[str, Any], config: ModelConfig, *, seed: int = 0
 ) -> None:
