@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ from jax_impl.model.drafters import CorruptedReplay, NoDrafts, PromptLookup, cor
 from jax_impl.model.tiny import tiny_model
 from tests import adapters
 from tests.cases import assert_same_bits
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 NEW_TOKENS, MAX_LEN, TOKENS, CONV_DIM = 200, 256, 4, 128
 LAYERS = ["linear_attention", "full_attention"]  # few, for the compiler's sake; the oracle's tests decode more of them
@@ -151,15 +153,7 @@ def test_corrupted_replay_is_accepted_at_the_chosen_rate(acceptance: float) -> N
         assert abs(accepted / proposed - expected) <= 4 * deviation + 1e-12
 
 
-@pytest.fixture
-def fresh_programs() -> Iterator[None]:
-    """Programs are traced anew with what a test has planted, and forgotten after it."""
-    decode.verify_step.clear_cache()
-    yield
-    decode.verify_step.clear_cache()
-
-
-@pytest.mark.usefixtures("fresh_programs")
+@pytest.mark.usefixtures("fresh_steps")
 @pytest.mark.parametrize("fault", ["window starts one late", "window starts one early", "conv commit skipped"])
 def test_a_planted_fault_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """The tests above can fail: what engines got wrong is seen in the tokens of most prompts."""
