@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from jax_impl.commit import commit_conv_state
     from jax_impl.conv import (
         ConvWeight,
-        causal_conv1d_prefill,
         causal_conv1d_update,
         causal_conv1d_verify,
         prepare_conv_weight,
     )
     from jax_impl.envelope import envelope_slots, envelope_spec
     from jax_impl.layout import ConvCacheSpec, use_storage
+    from jax_impl.prefill import causal_conv1d_prefill
     from jax_impl.rollback import (
         HybridCache,
         accepted_from_index,
@@ -58,7 +58,7 @@ _MODULE_OF = {
     "HybridCache": "rollback",
     "accepted_from_index": "rollback",
     "allocate_conv_cache": "cache",
-    "causal_conv1d_prefill": "conv",
+    "causal_conv1d_prefill": "prefill",
     "causal_conv1d_update": "conv",
     "causal_conv1d_verify": "conv",
     "commit_after_verify": "rollback",

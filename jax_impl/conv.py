@@ -1,4 +1,4 @@
-"""The short causal convolution on cached state: verify D draft tokens, decode one token, prefill a prompt.
+"""The short causal convolution on cached state: verify D draft tokens, decode one token.
 
     y[b, t, c] = act( bias[c] + Σ_j weight[c, j] * u[b, t - K + 1 + j, c] )          j = 0 … K-1
 
@@ -8,7 +8,8 @@ are float32, bias first, taps oldest to newest. So D tokens at once equal D step
 
     causal_conv1d_verify    reads conv_state, writes conv_windows, never conv_state
     causal_conv1d_update    advances conv_state by one token
-    causal_conv1d_prefill   leaves the last S inputs of each prompt in conv_state
+
+Whole prompts are convolved in `jax_impl.prefill`, with the sums of this module.
 
 Source: the depthwise causal convolution of Mamba, Gated DeltaNet and KDA layers; the buffer is the layout of SGLang's
 pull request #28302.
@@ -94,7 +95,7 @@ def prepare_conv_weight(weight: jax.Array, bias: jax.Array | None = None) -> Con
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """Checked arguments of one call, all arrays int32 or in their own float dtype."""
 
     x: jax.Array
@@ -168,10 +169,10 @@ def causal_conv1d_verify(
     """
     checks.spec_argument(spec)
     problems = Problems()
-    call, batch, stacked = _check_call(
+    call, batch, stacked = check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
     )
-    _check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
+    check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
     rows = row_array(problems, window_rows, batch, spec)
     valid = None
     if num_valid_tokens is not None:
@@ -220,10 +221,10 @@ def causal_conv1d_update(
     """
     checks.spec_argument(spec)
     problems = Problems()
-    call, batch, _ = _check_call(
+    call, batch, _ = check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
     )
-    _check_x(problems, x, "request, channel", (batch, spec.conv_dim))
+    check_x(problems, x, "request, channel", (batch, spec.conv_dim))
     problems.raise_if_any()
     assert call is not None
     call = dataclasses.replace(call, x=call.x[:, None, :])
@@ -231,72 +232,14 @@ def causal_conv1d_update(
     if chosen != "xla":
         y, conv_state = _update_pallas(call, conv_state, interpret=chosen != "pallas")
         return y[:, 0], conv_state
-    live = _live(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
-    columns = _history_then_inputs(call, _take_state(call, conv_state, live))
+    live = live_requests(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
+    columns = _history_then_inputs(call, take_state(call, conv_state, live))
     y = _convolve(call, columns, live[:, None])
     state = jnp.stack(columns[-spec.state_columns :], axis=1)
-    return y[:, 0], _put_state(call, conv_state, state, live)
+    return y[:, 0], put_state(call, conv_state, state, live)
 
 
-def causal_conv1d_prefill(
-    x: jax.Array,
-    conv_state: jax.Array,
-    weight: jax.Array | ConvWeight,
-    bias: jax.Array | None = None,
-    *,
-    spec: ConvCacheSpec,
-    state_indices: Any,
-    lengths: Any = None,
-    has_initial_state: Any = None,
-    layer: Any = None,
-    null_slot: int | None = None,
-    activation: Activation | None = "silu",
-    implementation: checks.Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Convolves whole prompts, padded to one length, and leaves each prompt's last S inputs in its slot.
-
-    Args:
-      x: `[B, T, conv_dim]`, prompts padded at the end.
-      conv_state: the pool, stacked or one layer's; donate it to update in place.
-      lengths: int32 `[B]`, tokens of each prompt; None means T. A length outside 1 … T skips the request.
-      has_initial_state: bool `[B]`: True continues from the slot's state (a later chunk of a prompt), False starts from
-        zeros. None means False for all.
-      weight, bias, spec, state_indices, layer, null_slot, activation, implementation: as in `causal_conv1d_verify`.
-
-    Returns:
-      `y` `[B, T, conv_dim]` in x's dtype, zero for skipped requests and past each length; and the pool.
-
-    Raises:
-      ValueError: one message with every shape, dtype and option that does not fit.
-
-    Assumes:
-      Live requests of one call name different slots.
-
-    Moves:
-      B * (S + T) columns read and as many written.
-    """
-    checks.spec_argument(spec)
-    problems = Problems()
-    call, batch, _ = _check_call(
-        problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
-    )
-    length = None if lengths is None else checks.index_array(problems, "lengths", lengths, batch)
-    carried = None
-    if has_initial_state is not None:
-        carried = checks.bool_array(problems, "has_initial_state", has_initial_state, batch)
-    shape = np.shape(x)
-    if len(shape) == 3 and shape[1] >= 1:
-        _check_x(problems, x, "request, token, channel", (batch, shape[1], spec.conv_dim))
-    elif isinstance(x, jax.Array | np.ndarray):
-        problems.add("x", f"request, token, channel = ({_number(batch)}, T ≥ 1, {spec.conv_dim})", shape)
-    if implementation in ("pallas", "pallas_interpret"):
-        problems.add("implementation", 'None or "xla" for prefill, which has no kernel', repr(implementation))
-    problems.raise_if_any()
-    assert call is not None
-    return _prefill_xla(call, conv_state, length, carried)
-
-
-def _check_call(
+def check_call(
     problems: Problems,
     x: Any,
     conv_state: Any,
@@ -308,8 +251,8 @@ def _check_call(
     null_slot: Any,
     activation: Any,
     implementation: Any,
-) -> tuple[_Call | None, int | None, bool | None]:
-    """What the three functions have in common: the call, B and whether the pool is stacked, each None if unknown."""
+) -> tuple[Call | None, int | None, bool | None]:
+    """What verify, update and prefill share: the call, B and whether the pool is stacked, each None if unknown."""
     inputs = checks.float_array(problems, "x", x)
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     stacked = checks.cache_array(problems, "conv_state", conv_state, spec)
@@ -321,19 +264,19 @@ def _check_call(
     batch = None if slots is None else slots.shape[0]
     if inputs is None or slots is None or stacked is None or taps is None:
         return None, batch, stacked
-    return _Call(inputs, taps, spec, slots, null, picked, stacked, activation), batch, stacked
+    return Call(inputs, taps, spec, slots, null, picked, stacked, activation), batch, stacked
 
 
-def _check_x(problems: Problems, x: Any, axes: str, expected: tuple[int | None, ...]) -> None:
+def check_x(problems: Problems, x: Any, axes: str, expected: tuple[int | None, ...]) -> None:
     """Records a problem unless x has the expected shape; None stands for a number that is not known."""
     if not isinstance(x, jax.Array | np.ndarray):
         return  # reported already
     known = len(x.shape) == len(expected)
     if not known or any(want is not None and want != size for want, size in zip(expected, x.shape, strict=True)):
-        problems.add("x", f"{axes} = ({', '.join(map(_number, expected))})", tuple(x.shape))
+        problems.add("x", f"{axes} = ({', '.join(map(size_or_b, expected))})", tuple(x.shape))
 
 
-def _number(size: int | None) -> str:
+def size_or_b(size: int | None) -> str:
     return "B" if size is None else str(size)
 
 
@@ -368,14 +311,14 @@ def _check_weight(
 
 
 def _verify_xla(
-    call: _Call, conv_state: jax.Array, conv_windows: jax.Array, rows: jax.Array, valid: jax.Array | None
+    call: Call, conv_state: jax.Array, conv_windows: jax.Array, rows: jax.Array, valid: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     spec, tokens = call.spec, call.spec.num_draft_tokens
-    live = _live(call.slots, call.layer, rows, valid, spec=spec, null_slot=call.null_slot)
+    live = live_requests(call.slots, call.layer, rows, valid, spec=spec, null_slot=call.null_slot)
     token_is_valid = jnp.broadcast_to(live[:, None], (rows.shape[0], tokens))
     if valid is not None:
         token_is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < valid[:, None])
-    columns = _history_then_inputs(call, _take_state(call, conv_state, live))
+    columns = _history_then_inputs(call, take_state(call, conv_state, live))
     y = _convolve(call, columns, token_is_valid)
     shared = columns[len(columns) - spec.num_columns :]
     where = runs.Runs(spec, rows, live, of="windows", stacked=call.stacked, layer=call.layer)
@@ -395,37 +338,7 @@ def _verify_xla(
     return y, runs.put(conv_windows, _entry(pieces, spec), where)
 
 
-def _prefill_xla(
-    call: _Call, conv_state: jax.Array, lengths: jax.Array | None, carried: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    spec, batch, tokens = call.spec, call.x.shape[0], call.x.shape[1]
-    live = _live(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
-    if lengths is None:
-        lengths = jnp.full((batch,), tokens, jnp.int32)
-    live &= (lengths >= 1) & (lengths <= tokens)
-    continues = live if carried is None else live & carried
-    state = (
-        jnp.zeros((batch, spec.state_columns, spec.conv_dim), spec.dtype)
-        if carried is None
-        else _take_state(call, conv_state, continues)
-    )
-    is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
-    taps, bias = _layer_weight(call)
-    first, everything = (
-        spec.state_columns - (spec.width - 1),
-        jnp.concatenate([state, _round_to_state(call.x, spec)], 1),
-    )
-    window = [everything[:, first + tap : first + tap + tokens] for tap in range(spec.width)]
-    rows = [taps[tap][None, None, :] for tap in range(spec.width)]
-    start = _no_bias() if bias is None else bias[None, None, :]
-    total = _activate(_weighted_sum(window, rows, start), call.activation)
-    y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
-    consumed = jnp.where(live, lengths, 0)
-    last = jax.vmap(lambda columns, at: lax.dynamic_slice_in_dim(columns, at, spec.state_columns, axis=0))
-    return y, _put_state(call, conv_state, last(everything, consumed), live)
-
-
-def _live(
+def live_requests(
     slots: jax.Array,
     layer: jax.Array | None,
     rows: jax.Array | None = None,
@@ -448,13 +361,13 @@ def _live(
     return live
 
 
-def _take_state(call: _Call, conv_state: jax.Array, live: jax.Array) -> jax.Array:
+def take_state(call: Call, conv_state: jax.Array, live: jax.Array) -> jax.Array:
     """Slots' states as `[B, S, conv_dim]`, zeros where not live."""
     where = runs.Runs(call.spec, call.slots, live, of="state", stacked=call.stacked, layer=call.layer)
     return _entry(runs.take(conv_state, where), call.spec)
 
 
-def _put_state(call: _Call, conv_state: jax.Array, state: jax.Array, live: jax.Array) -> jax.Array:
+def put_state(call: Call, conv_state: jax.Array, state: jax.Array, live: jax.Array) -> jax.Array:
     where = runs.Runs(call.spec, call.slots, live, of="state", stacked=call.stacked, layer=call.layer)
     return runs.put(conv_state, _entry(state, call.spec), where)
 
@@ -464,36 +377,36 @@ def _entry(columns: jax.Array, spec: ConvCacheSpec) -> jax.Array:
     return columns if spec.axis_order == "time_major" else jnp.swapaxes(columns, -1, -2)
 
 
-def _round_to_state(x: jax.Array, spec: ConvCacheSpec) -> jax.Array:
+def round_to_state(x: jax.Array, spec: ConvCacheSpec) -> jax.Array:
     """x in the state's dtype. The barrier keeps the compiler from computing with the unrounded value instead."""
     if x.dtype == jnp.dtype(spec.dtype):
         return x
     return lax.optimization_barrier(x.astype(spec.dtype))
 
 
-def _history_then_inputs(call: _Call, state: jax.Array) -> list[jax.Array]:
+def _history_then_inputs(call: Call, state: jax.Array) -> list[jax.Array]:
     """K-1 + tokens columns `[B, conv_dim]`: the newest K-1 of the state, then the inputs, all in the state's dtype.
 
     Separate columns instead of one array, so that the compiler reads each where it is used and never writes them out.
     """
-    first, fresh = call.spec.state_columns - (call.spec.width - 1), _round_to_state(call.x, call.spec)
+    first, fresh = call.spec.state_columns - (call.spec.width - 1), round_to_state(call.x, call.spec)
     history = [state[:, column] for column in range(first, call.spec.state_columns)]
     return history + [fresh[:, token] for token in range(call.x.shape[1])]
 
 
-def _convolve(call: _Call, columns: list[jax.Array], token_is_valid: jax.Array) -> jax.Array:
+def _convolve(call: Call, columns: list[jax.Array], token_is_valid: jax.Array) -> jax.Array:
     """`[B, tokens, conv_dim]` in x's dtype, zero where `token_is_valid` is False."""
-    taps, bias = _layer_weight(call)
+    taps, bias = layer_weight(call)
     rows = [taps[tap][None, :] for tap in range(call.spec.width)]
-    start = _no_bias() if bias is None else bias[None, :]
+    start = no_bias() if bias is None else bias[None, :]
     sums = [
-        _activate(_weighted_sum(columns[token : token + call.spec.width], rows, start), call.activation)
+        activate(weighted_sum(columns[token : token + call.spec.width], rows, start), call.activation)
         for token in range(call.x.shape[1])
     ]
     return jnp.where(token_is_valid[:, :, None], jnp.stack(sums, axis=1), jnp.float32(0)).astype(call.x.dtype)
 
 
-def _layer_weight(call: _Call) -> tuple[jax.Array, jax.Array | None]:
+def layer_weight(call: Call) -> tuple[jax.Array, jax.Array | None]:
     """Taps `[K, conv_dim]` and bias of the call's layer; a layer outside the stack is skipped elsewhere."""
     weight = call.weight
     if weight.taps.ndim == 2 or call.layer is None:
@@ -502,11 +415,11 @@ def _layer_weight(call: _Call) -> tuple[jax.Array, jax.Array | None]:
     return pick(weight.taps), None if weight.bias is None else pick(weight.bias)
 
 
-def _activate(total: jax.Array, activation: Activation | None) -> jax.Array:
+def activate(total: jax.Array, activation: Activation | None) -> jax.Array:
     return total * jax.nn.sigmoid(total) if activation == "silu" else total
 
 
-def _weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], start: jax.Array) -> jax.Array:
+def weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], start: jax.Array) -> jax.Array:
     """start + Σ taps[j] * window[j] in float32: bias (or zero) first, then taps oldest to newest, on every path."""
     total = start.astype(jnp.float32)
     for tap, column in zip(taps, window, strict=True):
@@ -514,7 +427,7 @@ def _weighted_sum(window: Sequence[jax.Array], taps: Sequence[jax.Array], start:
     return total
 
 
-def _no_bias() -> jax.Array:
+def no_bias() -> jax.Array:
     """A zero that XLA cannot see through.
 
     Compilers fuse a product into the addition it feeds. XLA drops the addition of a plain zero, and in the sum of the
@@ -524,7 +437,7 @@ def _no_bias() -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What is static about one kernel launch.
 
     Attributes:
@@ -554,7 +467,7 @@ def _conv_kernel(
     columns_out: Any,
     y_out: Any,
     *,
-    plan: _Plan,
+    plan: Plan,
 ) -> None:
     """One channel block of `plan.requests` requests: every load before the first store, each column stored once.
 
@@ -579,37 +492,37 @@ def _conv_kernel(
     if "bias_in" in inputs:
         start = read(inputs["bias_in"], *of_weight, count=1)[0]
     else:
-        start = _no_bias() if plan.interpret else jnp.float32(0)
+        start = no_bias() if plan.interpret else jnp.float32(0)
     state_in = columns_out if plan.advance else inputs["state_in"]
     states = [
-        _load_state(state_in, (*safe_layer, jnp.where(live, slot, jnp.int32(0))), channels, plan=plan)
+        load_state(state_in, (*safe_layer, jnp.where(live, slot, jnp.int32(0))), channels, plan=plan)
         for live, slot, _, _ in targets
     ]
     for request, (live, slot, row, valid), state, x in zip(requests, targets, states, fresh, strict=True):
         columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in x]
         if plan.advance:
             newest, place = columns[-spec.state_columns :], (*layer, slot)
-            when(live)(functools.partial(_store_entry, columns_out, place, channels, newest, None, plan=plan))
+            when(live)(functools.partial(store_entry, columns_out, place, channels, newest, None, plan=plan))
         else:
             shared, place = columns[len(columns) - spec.num_columns :], (*layer, row)
             when(live)(functools.partial(_store_row, columns_out, place, channels, shared, valid, plan=plan))
         outputs = {}
         for token in range(tokens):
-            total = _weighted_sum(columns[token : token + spec.width], taps, start)
-            y = _activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
+            total = weighted_sum(columns[token : token + spec.width], taps, start)
+            y = activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
             kept = live if valid is None else live & (valid > token)
             outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
         store_runs(y_out, (request, span(0, tokens), channels), outputs, *how)
 
 
 def _target(
-    inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: _Plan
+    inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: Plan
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Whether the request is live, its slot, the row its columns go to (update: the slot), and its valid tokens."""
     spec, slot = plan.spec, inputs["slots_in"][request]
     row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    live = _live(
+    live = live_requests(
         slot,
         layer[0] if layer else None,
         None if plan.advance else row,
@@ -620,16 +533,16 @@ def _target(
     return live, slot, row, valid
 
 
-def _activate_in_kernel(total: jax.Array, *, plan: _Plan) -> jax.Array:
+def activate_in_kernel(total: jax.Array, *, plan: Plan) -> jax.Array:
     """The activation: the plain form for float32 results, the hardware's approximation for 16-bit ones."""
     from jax_impl.pallas_backend import silu
 
     if plan.activation == "silu" and plan.y_dtype != jnp.float32:
         return silu(total, plan.vector, plan.interpret)
-    return _activate(total, plan.activation)
+    return activate(total, plan.activation)
 
 
-def _load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: _Plan) -> list[jax.Array]:
+def load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: Plan) -> list[jax.Array]:
     """The slot's S columns of one channel block, each `(block,)`."""
     from jax_impl.pallas_backend import load_columns, load_runs, span
 
@@ -642,7 +555,7 @@ def _load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: _
 
 
 def _store_row(
-    windows_out: Any, place: tuple[Any, ...], channels: Any, shared: list[jax.Array], valid: Any, *, plan: _Plan
+    windows_out: Any, place: tuple[Any, ...], channels: Any, shared: list[jax.Array], valid: Any, *, plan: Plan
 ) -> None:
     """One row of the verify buffer. `valid` None means all tokens; columns of later tokens are not touched."""
     from jax_impl.pallas_backend import when
@@ -650,19 +563,19 @@ def _store_row(
     spec = plan.spec
     if spec.storage == "sliding":
         limit = None if valid is None else valid + spec.first_token_column
-        _store_entry(windows_out, place, channels, shared, limit, plan=plan)
+        store_entry(windows_out, place, channels, shared, limit, plan=plan)
         return
     for token in range(plan.tokens):
         window = shared[token : token + spec.state_columns]
-        store = functools.partial(_store_entry, windows_out, (*place, token), channels, window, None, plan=plan)
+        store = functools.partial(store_entry, windows_out, (*place, token), channels, window, None, plan=plan)
         if valid is None or token == 0:
             store()
         else:
             when(valid > token)(store)
 
 
-def _store_entry(
-    columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: _Plan
+def store_entry(
+    columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: Plan
 ) -> None:
     """Columns of one channel block at `place`, in the spec's axis order; with `limit` only the columns before it."""
     from jax_impl.pallas_backend import span, store_column, store_columns, store_runs, when
@@ -697,7 +610,7 @@ def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -
 
 
 def _launch_conv(
-    call: _Call,
+    call: Call,
     columns_out: jax.Array,
     extra_inputs: dict[str, jax.Array],
     *,
@@ -717,7 +630,7 @@ def _launch_conv(
         inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
         inputs["layer_in"] = call.layer.reshape(1)
-    plan = _Plan(
+    plan = Plan(
         spec=spec,
         tokens=tokens,
         y_dtype=call.x.dtype,
@@ -735,7 +648,7 @@ def _launch_conv(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """The launch, as a jitted function of its own so that all layers of a model share one traced kernel."""
     from jax_impl import pallas_backend
 
@@ -753,7 +666,7 @@ def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: _Pl
 
 
 def _verify_pallas(
-    call: _Call,
+    call: Call,
     conv_state: jax.Array,
     conv_windows: jax.Array,
     rows: jax.Array | None,
@@ -772,7 +685,7 @@ def _verify_pallas(
 
 
 def _update_pallas(
-    call: _Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
+    call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the one-token step over requests × channel blocks, in place on the pool."""
     return _launch_conv(call, conv_state, {}, advance=True, interpret=interpret, thread_bytes=thread_bytes)

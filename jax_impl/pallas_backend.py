@@ -118,7 +118,7 @@ def store_runs(ref: Any, index: tuple[Any, ...], values: Mapping[int, jax.Array]
     """Writes some runs of the (run, channel) tile `ref[index]`, by their number in it; the inverse of `load_runs`."""
     if interpret:
         for run, value in values.items():
-            ref[(*index[:-2], run, index[-1])] = value
+            ref[(*index[:-2], index[-2].start + run, index[-1])] = value
         return
     (channels,) = next(iter(values.values())).shape
     layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
@@ -130,6 +130,12 @@ def store_runs(ref: Any, index: tuple[Any, ...], values: Mapping[int, jax.Array]
                 llvm.store(register, place)
 
     write(ref.at[index], *values.values())
+
+
+def zeros(channels: int, dtype: Any, vector: int, interpret: bool) -> jax.Array:
+    """Zeros `(channels,)` as a run that `store_runs` takes."""
+    value = jnp.zeros((channels,), dtype)
+    return value if interpret else plgpu.layout_cast(value, plgpu.Layout.WG_STRIDED((channels,), vec_size=vector))
 
 
 def _run_places(tile: Any, channels: int, run: int, vector: int) -> list[Any]:

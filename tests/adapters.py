@@ -271,7 +271,7 @@ class JaxPath(Path):
         import jax
 
         options = {"implementation": self.implementation} | options
-        if name == "gather_windows" or (name == "causal_conv1d_prefill" and "pallas" in self.implementation):
+        if name == "gather_windows":
             del options["implementation"]  # one form only, for every device
         as_given = options.pop("as_given", False)
         arrays, options = jax.tree.map(functools.partial(_to_jax, floats_only=as_given), (arrays, options))

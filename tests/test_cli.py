@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax_impl.commit
 import jax_impl.conv
 from jax_impl import checks, demo
 from jax_impl.__main__ import PLAN_COLUMNS, main
-from jax_impl.bench import measure, report
+from jax_impl.bench import comparing, measure, report
 from jax_impl.presets import PRESETS, get_preset
 
 ROOT = Path(__file__).parents[1]
@@ -490,18 +491,18 @@ def test_the_default_demo_of_every_model_is_within_the_limit(capsys, monkeypatch
 def no_run(request, monkeypatch):
     """Both kinds of device, and a failure when anything is checked or measured."""
     monkeypatch.setattr(jax, "default_backend", lambda: request.param)
-    for name in ("check", "measure"):
-        monkeypatch.setattr(measure, name, raising(AssertionError("the run began")))
+    monkeypatch.setattr(comparing, "check", raising(AssertionError("the run began")))
+    monkeypatch.setattr(measure, "measure", raising(AssertionError("the run began")))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("comit",), "argument OPERATION: expected commit, verify or all, got comit."),
-        (("all", "comit"), "argument OPERATION: expected commit, verify or all, got comit."),
+        (("comit",), "argument OPERATION: expected commit, verify, step, compile, scaling or all, got comit."),
+        (("all", "comit"), "argument OPERATION: expected commit, verify, step, compile, scaling or all, got comit."),
         (
             ("--preset", "Kimi-K33"),
-            "argument --preset: expected a published model, got 'Kimi-K33'. Close names: Kimi-K3.",
+            "argument --preset/--model: expected a published model, got 'Kimi-K33'. Close names: Kimi-K3.",
         ),
         (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8' (choose from "),
         (("--tp", "0"), "argument --tp: expected an integer from 1 to 10^9, got '0'."),
@@ -516,6 +517,11 @@ def no_run(request, monkeypatch):
         (("--draft-tokens", "4", "0"), "argument --draft-tokens: expected an integer from 1 to 10^9, got '0'."),
         (("--repeats", "0"), "argument --repeats: expected an integer from 1 to 10^9, got '0'."),
         (("--slots", "0"), "argument --slots: expected an integer from 1 to 10^9, got '0'."),
+        (("--subjects", "cuda"), "argument --subjects: invalid choice: 'cuda' (choose from "),
+        (
+            ("--plots", "folder"),
+            "argument --plots: expected with --report. A run draws its plots beside its file, see --out.",
+        ),
         (
             ("--batch", "4", "17", "8", "--slots", "16"),
             "argument --slots: expected at least the largest --batch, 17, got 16. Each request has a slot of its own.",
@@ -538,14 +544,17 @@ def point(operation, order, tokens, batch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A GPU that measures at once."""
+    """A GPU that measures at once; returns what it was asked."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = []
 
-    def rows(operation, spec, batches, repeats):
-        for batch in batches:
+    def rows(operation, spec, options):
+        asked.append((operation, spec, options))
+        for batch in options.batches:
             yield point(operation, spec.axis_order, spec.num_draft_tokens, batch)
 
     monkeypatch.setattr(measure, "measure", rows)
+    return asked
 
 
 BENCH = ("bench", "--axis-order", "time_major", "--batch", "1", "256", "--slots", "256")
@@ -554,25 +563,179 @@ BENCH = ("bench", "--axis-order", "time_major", "--batch", "1", "256", "--slots"
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ((), "commit-verify"),
         (("commit",), "commit"),
         (("verify", "commit"), "verify-commit"),
-        (("--draft-tokens", "4"), "commit-verify"),
-        (("--draft-tokens", "2", "8", "16"), "commit-verify-D2-8-16"),
-        (("--draft-tokens", "4", "2"), "commit-verify-D4-2"),
+        (("commit", "verify", "--draft-tokens", "4"), "commit-verify"),
+        (("commit", "verify", "--draft-tokens", "2", "8", "16"), "commit-verify-D2-8-16"),
+        (("verify", "--draft-tokens", "4", "2"), "verify-D4-2"),
     ],
 )
 @pytest.mark.usefixtures("measured")
 def test_bench_file_names(capsys, tmp_path, options, name):
     assert main([*BENCH, "--out", str(tmp_path / "new" / "folder"), *options]) == 0
-    (path,) = (tmp_path / "new" / "folder").iterdir()
+    (path,) = (tmp_path / "new" / "folder").glob("*.json")
     record = json.loads(path.read_text())
     assert path.name == f"{record['environment']['date']}-{name}.json"
     assert (record["preset"], record["tp"]) == ("Qwen3.5-35B-A3B", 1)
     operations, tokens = name.split("-D")[0].split("-"), [int(n) for n in (name + "-D4").split("-D")[1].split("-")]
     points = [(p["operation"], p["num_draft_tokens"], p["batch"]) for p in record["points"]]
     assert points == [(o, d, b) for o in operations for d in tokens for b in (1, 256)]
-    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+    assert f"wrote {path}\n" in capsys.readouterr().out
+
+
+def test_bench_hands_its_options_on(capsys, measured):
+    assert main([*BENCH]) == 0
+    assert [operation for operation, _, _ in measured] == list(report.OPERATIONS)
+    operation, spec, options = measured[0]
+    assert (operation, spec.num_layers, spec.conv_dim, spec.num_slots, spec.max_requests) == (
+        "commit",
+        30,
+        8192,
+        256,
+        256,
+    )
+    assert options == measure.Options([1, 256])
+    del measured[:]
+    more = ("--model", "Kimi-K3", "--tp", "8", "--accept", "random", "--repeats", "3", "--subjects", "pallas", "copy")
+    assert main([*BENCH, "all", *more, "--check", "--no-kernel-times", "--dtype", "float16"]) == 0
+    _, spec, options = measured[-1]
+    assert (spec.num_layers, spec.conv_dim, spec.dtype) == (69, 36864 // 8, "float16")
+    assert options == measure.Options([1, 256], 3, "random", True, False, ("pallas", "copy"))
+
+
+def test_a_model_that_is_not_the_default_is_in_the_name_of_the_file(measured, tmp_path):
+    assert main([*BENCH, "verify", "--model", "Kimi-K3", "--tp", "8", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.endswith("-verify-Kimi-K3-tp8.json")
+    assert report.results_files(tmp_path) == [path]
+
+
+def test_a_second_run_of_a_day_overwrites_nothing(measured, tmp_path):
+    for _ in range(3):
+        assert main([*BENCH, "verify", "--out", str(tmp_path)]) == 0
+    names = [path.name.removeprefix(measured_date(tmp_path)) for path in report.results_files(tmp_path)]
+    assert sorted(names) == ["-verify.2.json", "-verify.3.json", "-verify.json"]
+
+
+def measured_date(folder):
+    return json.loads(next(folder.glob("*.json")).read_text())["environment"]["date"]
+
+
+def test_a_run_draws_its_plots_beside_its_file(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main([*BENCH, "verify", "--out", str(tmp_path)]) == 0
+    date = measured_date(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{date}-verify-bytes.png", f"{date}-verify-verify.png", f"{date}-verify.json",
+    ]  # fmt: skip
+
+
+def test_a_run_without_matplotlib_says_how_to_draw(capsys, measured, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*BENCH, "verify", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert capsys.readouterr().out.endswith(
+        f"no plots, matplotlib is not installed: bench --report {path} --plots DIR draws them elsewhere\n"
+    )
+
+
+def test_a_point_that_fails_loses_no_other_and_fails_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def rows(operation, spec, options):
+        yield point(operation, spec.axis_order, 4, 1) | {"errors": {"xla": "RuntimeError: RESOURCE_EXHAUSTED"}}
+        yield point(operation, spec.axis_order, 4, 256)
+
+    monkeypatch.setattr(measure, "measure", rows)
+    assert main([*BENCH, "verify", "--out", str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*.json")
+    assert [row["batch"] for row in json.loads(path.read_text())["points"]] == [1, 256]
+    assert "xla FAILED RuntimeError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
+    assert main(["bench", "--report", str(path)]) == 0
+    assert "Failed: verify time_major D=4 B=1: xla." in capsys.readouterr().out
+
+
+def test_bench_on_the_cpu_compares_and_says_so(capsys):
+    assert main(["bench", "commit", "verify"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "bench: no GPU here, correctness only: small sizes, interpreted kernels, no times."
+    assert lines == [
+        f"check {operation} {order} conv_dim=128 C=11 B=5 pallas_interpret: same"
+        for operation in ("commit", "verify")
+        for order in ("time_major", "channel_major")
+    ]
+
+
+def test_every_operation_has_something_small_for_the_cpu(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(comparing, "check", lambda point: seen.append(point) or point.operation != "step")
+    assert main(["bench"]) == 1
+    assert [point.operation for point in seen if point.spec.axis_order == "time_major"] == [
+        "commit", "verify", "step", "compile", *["commit"] * 3, *["verify"] * 3,
+    ]  # fmt: skip
+    assert main(["bench", "commit", "compile"]) == 0
+
+
+def test_bench_on_the_cpu_compiles_the_xla_form_and_says_so(capsys):
+    assert main(["bench", "compile"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 2 * (2 * 2 + 4)
+    assert all(line.startswith("check compile ") and line.endswith(", XLA form: in place") for line in lines)
+
+
+@pytest.mark.usefixtures("no_run")
+def test_bench_on_the_cpu_refuses_a_file_of_times(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert refused(capsys, "bench", "--out", str(tmp_path / "new")) == (
+        "python -m jax_impl bench: error: argument --out: expected a GPU, got platform cpu. "
+        "Without one bench compares results and takes no times, so there is nothing to write."
+    )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("no_run")
+def test_command_buffers_cannot_be_turned_off_once_jax_runs(capsys):
+    assert main(["bench", "--no-command-buffers"]) == 2
+    assert "needs a process in which JAX is not imported yet" in capsys.readouterr().err
+
+
+def test_no_command_buffers_is_a_flag_of_xla_and_part_of_the_record(tmp_path):
+    code = """
+import sys
+from jax_impl.__main__ import main
+from jax_impl.bench import cli
+
+measured = cli._measure
+
+def measure_at_once(args, operations):
+    import jax
+    from jax_impl.bench import measure
+
+    jax.numpy.zeros(1)  # XLA reads its flags and accepts them
+    row = lambda operation, spec: measure.identity(operation, spec, 1) | {"pallas": {"median_us": 1.0}}
+    measure.measure = lambda operation, spec, options: [row(operation, spec)]
+    return measured(args, operations)
+
+def flags_on_a_gpu(args, set_flags=cli._set_flags):
+    set_flags(args)
+    import jax
+
+    jax.default_backend = lambda: "gpu"
+
+cli._measure, cli._set_flags = measure_at_once, flags_on_a_gpu
+sys.exit(main(sys.argv[1:]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bench", "commit", "--no-command-buffers", "--out", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["environment"]["xla_flags"] == "--xla_cpu_enable_fast_math=false --xla_gpu_enable_command_buffer="
+    assert record["command_buffers"] is False
+    assert path.name.endswith("-commit-no-command-buffers.json")
+    assert report.results_files(tmp_path) == [path]
 
 
 @pytest.mark.usefixtures("measured")
@@ -587,7 +750,7 @@ def test_an_interrupted_bench_keeps_every_point(capsys, monkeypatch, tmp_path):
             yield row
 
     monkeypatch.setattr(measure, "measure", interrupted)
-    assert main([*BENCH, "--out", str(tmp_path)]) == 130
+    assert main([*BENCH, "commit", "verify", "--out", str(tmp_path)]) == 130
     assert seen == [[], [1], [2], [3]]
     (path,) = tmp_path.iterdir()
     assert [p["batch"] for p in json.loads(path.read_text())["points"]] == [1, 256, 1]
@@ -613,7 +776,7 @@ def test_bench_out_that_cannot_be_a_directory_is_refused_before_anything_runs(ca
 
 def test_the_comparison_before_a_run_has_no_more_requests_than_slots():
     spec = get_preset("LFM2-1.2B").spec(num_slots=8, max_requests=256, num_draft_tokens=4)
-    assert measure.reduced("commit", spec).batch == 8
+    assert comparing.reduced("commit", spec).batch == 8
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[]", "3", '{"environment": 1, "points": []}', b"\xff\xfe"])
@@ -630,8 +793,8 @@ def test_bench_report_of_no_results_file_is_one_line(capsys, tmp_path, content):
 
 @pytest.mark.usefixtures("measured")
 def test_bench_prints_the_file_that_it_wrote(capsys, tmp_path):
-    assert main([*BENCH, "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.iterdir()
+    assert main([*BENCH, "commit", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
     capsys.readouterr()
     assert main(["bench", "--report", str(path)]) == 0
-    assert "| commit | time_major | 4 | 256 | 2.50 | – | – | 4.0 | – |" in capsys.readouterr().out.splitlines()
+    assert "| commit | time_major | 4 | 256 | 2.50 | – | – | 4.0 | – | – |" in capsys.readouterr().out.splitlines()

@@ -219,12 +219,7 @@ CASES: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         "`implementation`: expected None or one of xla, pallas, pallas_interpret, got 'triton'.",
     ),
     (
-        "causal_conv1d_prefill",
-        {"implementation": "pallas"},
-        "`implementation`: expected None or \"xla\" for prefill, which has no kernel, got 'pallas'.",
-    ),
-    (
-        ("causal_conv1d_verify", "causal_conv1d_update", "commit_conv_state"),
+        (*CONVOLUTIONS, "commit_conv_state"),
         {"implementation": "pallas_interpret"},
         "`implementation`: expected conv_dim % 128 = 0 for the Pallas kernels, got conv_dim = 96. "
         'Use "xla", or None to fall back to it.',

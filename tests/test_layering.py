@@ -26,6 +26,7 @@ LEVELS = {
     "commit": 3,
     "conv": 3,
     "envelope": 2,
+    "prefill": 4,
     "rollback": 4,
     "sharding": 4,
     "tables": 3,

@@ -7,10 +7,13 @@ and of tokens beyond v, the column that only a state of K columns keeps.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl import causal_conv1d_prefill
 from jax_impl.layout import AXIS_ORDERS, ConvCacheSpec
+from jax_impl.prefill import chunk_of
 from tests.adapters import DEFINITION, Path
 from tests.adapters import path as named_path
 from tests.cases import (
@@ -500,6 +503,64 @@ def test_ragged_prefill_equals_the_definition(path: Path, axis_order: Any, state
         np.abs(x), np.abs(pool), np.abs(weight), None, **options | {"activation": None}
     )[0]
     assert_y_close(y[computed], exact[computed], magnitude[computed], spec)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(16, 4), (17, 4), (18, 3), (33, 2), (40, 8), (41, 4)])
+@both_orders
+def test_a_prompt_of_several_chunks_equals_the_definition(path: Path, axis_order: Any, tokens: int, width: int) -> None:
+    """Lengths around every chunk's ends, prompts that end early, fresh and continued ones, with bias, in two blocks."""
+    spec = spec_of(width, 2, num_slots=17, conv_dim=256, axis_order=axis_order, dtype="float32")
+    lengths = ints(tokens, tokens - 1, 1, width - 1, 15, 16, min(17, tokens), 2, tokens, 0, tokens + 1)
+    slots = ints(1, 2, 3, 4, 5, 6, 7, 8, -1, 9, 10)
+    continues = np.asarray([True, False, True, True, False, True, False, True, True, True, True])
+    pool = poisoned_pool(spec, slots[continues][:-3], 1)
+    x = values((len(slots), tokens, 256), "float16", 2)
+    for request, length in enumerate(lengths):
+        x[request, max(0, length) if length <= tokens and slots[request] > 0 else 0 :] = poison((), "float16")
+    weight, bias = values((256, width), "float32", 3), values((256,), "float32", 4)
+    options: dict[str, Any] = {
+        "spec": spec,
+        "state_indices": slots,
+        "lengths": lengths,
+        "has_initial_state": continues,
+        "layer": 1,
+    }
+    y, got = path.prefill(x, pool, weight, bias, **options)
+    exact, expected = DEFINITION.prefill_exactly(x, pool, weight, bias, **options)
+    assert_same_bits(got, expected)
+    computed = (np.arange(tokens) < lengths[:, None]) & ((slots > 0) & (lengths <= tokens))[:, None]
+    assert computed.sum() > 3 * tokens
+    assert not y[~computed].view(np.uint16).any()
+    magnitude = DEFINITION.prefill_exactly(
+        np.abs(x), np.abs(pool), np.abs(weight), np.abs(bias), **options | {"activation": None}
+    )[0]
+    assert_y_close(y[computed], exact[computed], magnitude[computed], spec)
+
+
+def test_every_chunk_but_the_first_has_its_history() -> None:
+    """What the kernel relies on, for every length up to 200: chunks cover the prompt and start K-1 tokens into it."""
+    for width in range(2, 10):
+        for tokens in range(1, 200):
+            chunk = chunk_of(tokens, width)
+            assert chunk is not None
+            assert chunk <= 16
+            starts = [min(first, tokens - chunk) for first in range(0, tokens, chunk)]
+            assert starts[0] == 0
+            assert all(start >= width - 1 for start in starts[1:])
+            assert {token for start in starts for token in range(start, start + chunk)} == set(range(tokens))
+
+
+def test_a_wide_convolution_prefills_in_the_plain_form() -> None:
+    """K = 12 has no chunks for 17 tokens: a named kernel is refused, and nobody's choice is the plain form."""
+    spec = spec_of(12, 2)
+    x, weight = jnp.zeros((1, 17, 128), jnp.bfloat16), jnp.zeros((128, 12), jnp.bfloat16)
+    arguments = (x, jnp.zeros(spec.state_shape, jnp.bfloat16), weight)
+    with pytest.raises(
+        ValueError, match=r"`implementation`: expected a width of at most 9 .* got width 12 and 17 tokens"
+    ):
+        causal_conv1d_prefill(*arguments, spec=spec, state_indices=[1], layer=0, implementation="pallas_interpret")
+    y, _ = causal_conv1d_prefill(*arguments, spec=spec, state_indices=[1], layer=0)
+    assert y.shape == (1, 17, 128)
 
 
 def test_prefill_without_options_fills_fresh_slots(path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The two tensors of a cache, and a view that shows every window of a sliding buffer."""
+"""The tensors of a cache, and a view that shows every window of a sliding buffer."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -14,6 +15,19 @@ class ConvCache:
     conv_state: torch.Tensor
     conv_windows: torch.Tensor
     spec: ConvCacheSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HybridCache:
+    """What a hybrid model keeps between steps: its convolutions' caches, and the state of its recurrent layers.
+
+    Attributes:
+      conv: a `ConvCache`, or a dict, list or tuple of them (several conv groups), nested as you like.
+      recurrent_state: the pool of recurrent states, `[L, C, …]`, or a structure of such tensors; or None.
+    """
+
+    conv: Any
+    recurrent_state: Any = None
 
 
 def allocate_conv_cache(spec: ConvCacheSpec, device: torch.device | str | int | None = None) -> ConvCache:

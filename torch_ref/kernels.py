@@ -325,7 +325,8 @@ def _launching(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object
 def _check_size(spec: ConvCacheSpec, num_programs: int) -> None:
     # offsets inside one entry are 32 bits, offsets of layers, slots, rows and requests 64
     wrong = []
-    entry = spec.conv_dim * max(spec.num_columns, spec.width)
+    columns = spec.num_columns if spec.storage == "sliding" else spec.state_columns
+    entry = spec.conv_dim * max(columns, spec.width)
     if entry > LARGEST:
         wrong.append(mismatch("implementation", "'eager' for a row of 2^31 elements or more", f"'triton' for {entry}"))
     if num_programs > LARGEST:

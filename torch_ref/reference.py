@@ -211,20 +211,12 @@ def prefill(
     return _masked_y(y.to(x.dtype), count)
 
 
-def _windows_at(
-    windows: torch.Tensor, spec: ConvCacheSpec, rows: torch.Tensor, accepted: torch.Tensor, live: torch.Tensor
-) -> torch.Tensor:
-    """Bits of the accepted windows, `[L, B, S, conv_dim]`; zeros for the others."""
-    if windows.shape[1] == 0:
-        return bits(windows).new_zeros((windows.shape[0], len(rows), spec.state_columns, spec.conv_dim))
-    source = bits(time_first(windows, spec))
-    row = rows.masked_fill(~live, 0).long()
-    token = accepted.masked_fill(~live, 1).long() - 1
+def _windows_at(windows: torch.Tensor, spec: ConvCacheSpec, rows: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """Bits of the accepted windows of live requests, `[L, requests, S, conv_dim]`, in new memory."""
+    source, row, token = bits(time_first(windows, spec)), rows.long(), accepted.long() - 1
     if spec.storage == "dense":
-        taken = source[:, row, token]
-    else:
-        taken = source[:, row[:, None], token[:, None] + _positions(spec.state_columns, rows)]
-    return taken.masked_fill(~live[:, None, None], 0)
+        return source[:, row, token]
+    return source[:, row[:, None], token[:, None] + _positions(spec.state_columns, rows)]
 
 
 def gather(
@@ -232,8 +224,9 @@ def gather(
 ) -> torch.Tensor:
     """Every request's accepted window in the spec's axis order, `[L, B, …]`; zeros for skipped requests."""
     rows = _rows_of(rows, accepted)
-    live = live_requests(spec, rows=rows, accepted=accepted)
-    taken = _windows_at(windows, spec, rows, accepted, live)
+    request = live_requests(spec, rows=rows, accepted=accepted).nonzero().squeeze(1)
+    taken = bits(windows).new_zeros((windows.shape[0], len(rows), spec.state_columns, spec.conv_dim))
+    taken[:, request] = _windows_at(windows, spec, rows[request], accepted[request])
     return time_first(taken, spec).contiguous().view(windows.dtype)
 
 
@@ -250,16 +243,18 @@ def commit(
     track_slots: torch.Tensor | None,
     track_accepted: torch.Tensor | None,
 ) -> None:
-    """Writes the accepted windows to their slots, then the tracked windows to theirs."""
+    """Reads the accepted and the tracked windows, then writes them to their slots."""
     rows = _rows_of(rows, slots)
-    target = bits(time_first(state, spec))
+    taken = []
     for slot, count in ((slots, accepted), (track_slots, track_accepted)):
         if slot is None or count is None:
             continue
         live = live_requests(spec, slots=slot, rows=rows, accepted=count, valid=valid, null_slot=null_slot)
-        taken = _windows_at(windows, spec, rows, count, live)
         request = live.nonzero().squeeze(1)
-        target[:, slot[request].long()] = taken[:, request]
+        taken.append((slot[request].long(), _windows_at(windows, spec, rows[request], count[request])))
+    target = bits(time_first(state, spec))
+    for slot, window in taken:
+        target[:, slot] = window
 
 
 def reset(state: torch.Tensor, *, spec: ConvCacheSpec, slots: torch.Tensor, null_slot: int | None) -> None:

@@ -1,42 +1,67 @@
-"""`python -m jax_impl bench`: what a commit and a verify cost, beside a device copy of the same bytes."""
+"""`python -m jax_impl bench`: what the operations and a whole step cost, beside a device copy of the same bytes."""
 
 import argparse
+import importlib.util
 import itertools
+import os
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jax_impl.arguments import positive, published_model, up_to
-from jax_impl.bench import report
+from jax_impl.arguments import CliError, positive, published_model, up_to
+from jax_impl.bench import plots, report
+from jax_impl.bench.report import OPERATIONS
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, ConvCacheSpec
 
-OPERATIONS = ("commit", "verify")
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds
+README = pathlib.Path("README.md")
+RESULTS = pathlib.Path("notebooks", "results")  # beside the README
+NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
-    parser = subparsers.add_parser("bench", help="time commit and verify against a device copy of the same bytes")
+    parser = subparsers.add_parser(
+        "bench",
+        help="time the operations and a whole step against a device copy of the same bytes",
+        description="On a GPU, times the operations and writes JSON and plots; on the CPU, compares results only. "
+        "commit: all layers in one launch. verify: one layer. step: a verify in every layer and one commit in one jit. "
+        "compile: seconds, temporary memory and copies of the compiled programs. scaling: commit and verify over "
+        "conv_dim and slots.",
+    )
     rows = up_to(BUFFER_ROWS, f"{BUFFER_ROWS}")  # with more requests two of them would share a row
     option = parser.add_argument
     option("operations", nargs="*", metavar="OPERATION", help=f"{', '.join(OPERATIONS)} or all (default)")
-    option("--preset", type=published_model, default="Qwen3.5-35B-A3B", help="model geometry (default: %(default)s)")
+    option("--preset", "--model", type=published_model, default=report.PRESET, help="geometry (default: %(default)s)")
     option("--tp", type=positive, default=1, help="tensor-parallel ranks (default: %(default)s)")
     option("--slots", type=positive, default=746, help="slots of the pool (default: %(default)s)")
     option("--batch", type=rows, nargs="+", default=[1, 4, 16, 64, 256], help=f"requests per call, 1 to {BUFFER_ROWS}")
-    option(
-        "--draft-tokens",
-        type=positive,
-        nargs="+",
-        default=list(report.DRAFT_TOKENS),
-        help="D, tokens per step",
-    )
+    option("--draft-tokens", type=positive, nargs="+", default=list(report.DRAFT_TOKENS), help="D, tokens per step")
     option("--axis-order", nargs="+", default=list(AXIS_ORDERS), choices=AXIS_ORDERS)
     option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the state (default: %(default)s)")
-    option("--repeats", type=positive, default=20, help="timed runs per point (default: %(default)s)")
+    option("--accept", choices=("all", "random"), help="accepted tokens (default: all for step, random elsewhere)")
+    option("--repeats", type=positive, help="timed runs per subject (default: 20, fewer for step and scaling)")
+    option("--subjects", nargs="+", default=[], choices=report.SUBJECTS, help="time these only (default: all)")
+    option("--no-kernel-times", action="store_true", help="do not ask CUPTI, where another profiler is attached")
+    option("--no-command-buffers", action="store_true", help="tell XLA to launch every kernel on its own")
     option("--check", action="store_true", help="compare every result with the XLA form first")
-    option("--report", type=pathlib.Path, metavar="FILE", help="print a results file as a table and stop")
-    option("--out", type=pathlib.Path, help="directory for the JSON file, which is written after every point")
+    option(
+        "--out", type=pathlib.Path, help="directory for the JSON file, which is written after every point, and plots"
+    )
+    of_files = parser.add_argument_group("from files, on any machine")
+    of_files.add_argument(
+        "--report", type=pathlib.Path, nargs="+", metavar="FILE", help="print results files as tables and stop"
+    )
+    of_files.add_argument("--plots", type=pathlib.Path, metavar="DIR", help="with --report, draw them there as well")
+    of_files.add_argument(
+        "--update-readme",
+        type=pathlib.Path,
+        nargs="?",
+        const=README,
+        metavar="README",
+        help=f"write its table from the files given by --report, or from {RESULTS} beside it, and stop",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -45,6 +70,8 @@ def _refuse_mismatches(args: argparse.Namespace) -> None:
     unknown = [name for name in args.operations if name not in (*OPERATIONS, "all")]
     if unknown:
         args.parser.error(f"argument OPERATION: expected {', '.join(OPERATIONS)} or all, got {', '.join(unknown)}.")
+    if args.plots:
+        args.parser.error("argument --plots: expected with --report. A run draws its plots beside its file, see --out.")
     try:
         args.preset.conv_dim_per_rank(args.tp)
     except ValueError as error:
@@ -56,29 +83,87 @@ def _refuse_mismatches(args: argparse.Namespace) -> None:
         )
 
 
+# ---- from files ------------------------------------------------------------------------------------------------------
+
+
+def _from_files(args: argparse.Namespace) -> int:
+    """Prints, draws and rewrites from results files; nothing is measured."""
+    if args.report and not args.update_readme:
+        print("\n\n".join(report.table(path) for path in args.report))
+    if args.plots and args.report:
+        _make_folder(args, "--plots", args.plots)
+        for path in args.report:
+            _draw(report.read(path), path.stem, args.plots)
+    if args.update_readme:
+        paths = args.report or report.results_files(args.update_readme.parent / RESULTS)
+        report.update_readme(args.update_readme, paths)
+        print(f"wrote {args.update_readme} from {len(paths)} file{'s' * (len(paths) != 1)}")
+    return 0
+
+
+def _draw(record: report.Record, stem: str, folder: pathlib.Path) -> None:
+    """Plots beside each other in a folder.
+
+    Raises:
+      CliError: matplotlib is not installed.
+    """
+    try:
+        paths = plots.draw(record, stem, folder)
+    except ImportError as error:
+        raise CliError(f'plots need `matplotlib`: {error}. pip install "specconv[plots]"') from error
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def _make_folder(args: argparse.Namespace, option: str, folder: pathlib.Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        args.parser.error(f"argument {option}: expected a directory, got {folder}: {error.strerror}.")
+
+
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; exit code 1 when a comparison with the XLA form finds a difference.
+    """Measures and prints; exit code 1 when a comparison finds a difference or a point fails.
 
     Raises:
       ValueError: --report names a file that is no results file.
     """
-    if args.report:
-        print(report.table(args.report))
-        return 0
+    if args.update_readme or args.report:
+        return _from_files(args)
     _refuse_mismatches(args)
     operations = OPERATIONS if "all" in (args.operations or ["all"]) else tuple(dict.fromkeys(args.operations))
+    _set_flags(args)
     import jax
 
-    from jax_impl.bench import measure
+    if jax.default_backend() == "gpu":
+        return _measure(args, operations)
+    if args.out:
+        args.parser.error(
+            f"argument --out: expected a GPU, got platform {jax.default_backend()}. "
+            "Without one bench compares results and takes no times, so there is nothing to write."
+        )
+    from jax_impl.bench import comparing
 
-    if jax.default_backend() != "gpu":
-        print("bench: no GPU here, correctness only: small sizes, interpreted kernels, no times.")
-        checked = [measure.check(measure.small(name, order)) for name in operations for order in AXIS_ORDERS]
-        return 0 if all(checked) else 1
-    return _measure(args, operations)
+    print("bench: no GPU here, correctness only: small sizes, interpreted kernels, no times.")
+    points = [point for name in operations for order in AXIS_ORDERS for point in comparing.small(name, order)]
+    fine = [comparing.check(point) for point in points]
+    return 0 if all(fine) else 1
+
+
+def _set_flags(args: argparse.Namespace) -> None:
+    """Environment variables that XLA reads once, when its first device is opened.
+
+    Raises:
+      CliError: JAX has been imported by somebody else, who may have opened it.
+    """
+    if args.no_command_buffers:
+        if "jax" in sys.modules:
+            raise CliError("`--no-command-buffers` needs a process in which JAX is not imported yet.")
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}".strip()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
 
 
 def _measure(args: argparse.Namespace, operations: tuple[str, ...]) -> int:
@@ -86,25 +171,42 @@ def _measure(args: argparse.Namespace, operations: tuple[str, ...]) -> int:
     from jax_impl.bench import measure, timing
 
     environment, points = timing.environment(), []
-    record = {"environment": environment, "preset": args.preset.name, "tp": args.tp, "points": points}
+    command_buffers = NO_COMMAND_BUFFERS not in environment["xla_flags"].split()
+    record = {
+        "environment": environment,
+        "preset": args.preset.name,
+        "tp": args.tp,
+        "command_buffers": command_buffers,
+        "geometry": measure.geometry(next(_geometries(args, operations))[1]),
+        "points": points,
+    }
     path = None
     if args.out:
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            args.parser.error(f"argument --out: expected a directory, got {args.out}: {error.strerror}.")
-        path = args.out / report.file_name(environment["date"], operations, args.draft_tokens)
+        _make_folder(args, "--out", args.out)
+        variant = {"preset": args.preset.name, "tp": args.tp, "command_buffers": command_buffers}
+        name = report.file_name(environment["date"], operations, args.draft_tokens, **variant)
+        path = report.free_path(args.out, name)
+    options = measure.Options(
+        args.batch,
+        args.repeats,
+        args.accept,
+        check=args.check,
+        kernel_times=not args.no_kernel_times,
+        only=tuple(args.subjects),
+    )
     for name, spec in _geometries(args, operations):
-        if args.check and not measure.check(measure.reduced(name, spec)):
-            return 1
-        for point in measure.measure(name, spec, args.batch, args.repeats):
-            points.append(point)
-            print(measure.line(point), flush=True)
+        for row in measure.measure(name, spec, options):
+            points.append(row)
+            print(measure.line(row), flush=True)
             if path:
                 report.write(path, record)
     if path:
         print(f"wrote {path}")
-    return 0
+        if importlib.util.find_spec("matplotlib") is not None:
+            _draw(record, path.stem, path.parent)
+        else:
+            print(f"no plots, matplotlib is not installed: bench --report {path} --plots DIR draws them elsewhere")
+    return 1 if any("errors" in row for row in points) else 0
 
 
 def _geometries(args: argparse.Namespace, operations: tuple[str, ...]) -> Iterator[tuple[str, ConvCacheSpec]]:

@@ -1,122 +1,255 @@
-"""One measured point after another, and the comparison that comes before them."""
+"""One measured point after another: what is timed at each, and the row of the results file that comes of it."""
 
 import dataclasses
 import functools
+import gc
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from jax_impl.bench import subjects, timing
-from jax_impl.commit import commit_conv_state
-from jax_impl.conv import causal_conv1d_verify
+from jax_impl.bench import comparing, compiling, step, subjects, timing
+from jax_impl.bench.subjects import Case, Subject
+from jax_impl.cache import ConvCache
 from jax_impl.layout import ConvCacheSpec
 
-XLA_CALLS = 10
-SUBJECTS = ("pallas", "xla", "triton", "copy_driver", "copy_kernel")
+XLA_CALLS = 2  # XLA compiles each call anew; where two fit the cache, that is in its favour
+REPEATS = {"commit": 20, "verify": 20, "step": 10, "compile": 1, "scaling": 10}
+SCALING_BATCH = 64
+SCALING = {"conv_dim": (1024, 2048, 4096, 8192, 16384), "num_slots": (64, 512, 2048, 8192)}
+
+Makers = dict[str, Callable[[], Subject]]
+Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """An operation on a geometry with a batch size."""
+class Options:
+    """What the command line says about every point.
 
-    operation: str
-    spec: ConvCacheSpec
-    batch: int
+    Attributes:
+      batches: requests per call.
+      repeats: timed runs per subject; None takes `REPEATS`.
+      accept: counts of the requests; None accepts all tokens in a whole step and random counts elsewhere.
+      check: whether every result is compared with the XLA form before its geometry is timed.
+      kernel_times: whether CUPTI is asked.
+      only: kinds of subjects to time, of `report.SUBJECTS`; empty for all.
+    """
 
-
-def small(operation: str, order: Any) -> Point:
-    """A point that the interpreter runs in seconds."""
-    return Point(operation, ConvCacheSpec(2, 11, 6, 128, 4, 4, axis_order=order), 5)
-
-
-def reduced(operation: str, spec: ConvCacheSpec) -> Point:
-    """The measured geometry with two layers, for the comparison before it is timed; each request needs a slot."""
-    return Point(operation, dataclasses.replace(spec, num_layers=2), min(16, spec.num_slots))
-
-
-def check(point: Point) -> bool:
-    """Whether the kernel and the XLA form give the same bits for pool and buffer, and y within one rounding."""
-    spec, kernel = point.spec, "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
-    case = subjects.Case(spec, point.batch, 1)
-    cache = subjects.random_cache(spec)
-    (slots,), (rows,), (accepted,) = subjects.index_sets(case, 1)
-    (x,), weights = subjects.verify_inputs(case, 1)
-
-    def results(implementation: Any) -> list[np.ndarray]:
-        if point.operation == "commit":
-            commit = jax.jit(
-                lambda pool, windows: commit_conv_state(
-                    pool, windows, slots, accepted, spec=spec, window_rows=rows, implementation=implementation
-                )
-            )
-            return [np.asarray(commit(cache.conv_state, cache.conv_windows))]
-        verify = jax.jit(
-            lambda x, pool, windows: causal_conv1d_verify(
-                x, pool, windows, weights[1], spec=spec, state_indices=slots, layer=1, window_rows=rows,
-                implementation=implementation,
-            )
-        )  # fmt: skip
-        y, windows = verify(x, cache.conv_state, cache.conv_windows)
-        return [np.asarray(windows), np.asarray(y)]
-
-    kept, *outputs = zip(results("xla"), results(kernel), strict=True)
-    bits = np.uint16 if spec.item_bytes == 2 else np.uint32
-    same = np.array_equal(kept[0].view(bits), kept[1].view(bits))
-    for expected, got in outputs:
-        wide, other = expected.astype(np.float64), got.astype(np.float64)
-        rounding = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-20}[spec.dtype]
-        same &= bool(np.all(np.abs(wide - other) <= rounding * (1e-3 + np.abs(wide))))
-    print(f"check {point.operation} {spec.axis_order} B={point.batch}: {'same' if same else 'DIFFERENT'}")
-    return same
+    batches: Sequence[int]
+    repeats: int | None = None
+    accept: Literal["all", "random"] | None = None
+    check: bool = False
+    kernel_times: bool = True
+    only: Sequence[str] = ()
 
 
-def measure(operation: str, spec: ConvCacheSpec, batches: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+def measure(operation: str, spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """Rows of one operation on one geometry. What fails is recorded in its row under `errors`, by subject.
+
+    A geometry whose results are wrong is not timed; it leaves one row that says so.
+    """
+    if options.check and (wrong := _check(operation, spec)):
+        yield wrong
+        return
+    if operation == "compile":
+        yield from _compile_rows(spec, options)
+    elif operation == "scaling":
+        yield from _scaling_rows(spec, options)
+    else:
+        yield from _rows(operation, spec, options.batches, options)
+
+
+def _check(operation: str, spec: ConvCacheSpec) -> Row | None:
+    """A row with the error when a comparison fails, None when all results are right."""
+    point = comparing.reduced(operation, spec)
+    try:
+        if comparing.check(point):
+            return None
+        why = "results differ from the XLA form"
+    except Exception as error:
+        why = timing.reason(error)
+    return {**identity(operation, point.spec, point.batch), "errors": {"check": why}}
+
+
+# ---- one row ---------------------------------------------------------------------------------------------------------
+
+
+def geometry(spec: ConvCacheSpec) -> Row:
+    """The sizes that a table's title names."""
+    return {name: getattr(spec, name) for name in ("width", "conv_dim", "num_layers", "num_slots", "dtype")}
+
+
+def identity(operation: str, spec: ConvCacheSpec, batch: int) -> Row:
+    """What a row is about."""
+    tokens = {"axis_order": spec.axis_order, "num_draft_tokens": spec.num_draft_tokens}
+    return {"operation": operation, **tokens, **geometry(spec), "batch": batch}
+
+
+def timed(subject: Subject, repeats: int, kernel_times: bool) -> Row:
+    """All times of a subject, and the facts about its program."""
+    times: Row = timing.marginal_us(subject.run, subject.calls, repeats)
+    if subject.alone:
+        times |= timing.wall_us(subject.alone, 1, repeats)
+    times |= subject.facts
+    if kernel_times:
+        times |= timing.kernel_us(subject.run, subject.calls)
+    return times
+
+
+def fill(row: Row, makers: Makers, options: Options) -> Row:
+    """Adds each subject's times to the row; one that fails, for want of memory say, leaves its error there instead."""
+    repeats = options.repeats or REPEATS[row["operation"]]
+    for name, make in makers.items():
+        if options.only and name.split("_")[0] not in options.only:
+            continue
+        try:
+            row[name] = timed(make(), repeats, options.kernel_times)
+        except Exception as error:  # the other subjects and points stand
+            row.setdefault("errors", {})[name] = timing.reason(error)
+        _release()
+    copies = [row[name]["median_us"] for name in row if name.startswith("copy_")]
+    for name in makers:
+        if copies and name in row and not name.startswith("copy_") and row[name]["median_us"] > 0:
+            row[name]["copy_fraction"] = round(min(copies) / row[name]["median_us"], 4)
+    return row
+
+
+def _release() -> None:
+    """Gives memory back that a subject held: JAX and torch share it."""
+    gc.collect()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+# ---- the operations --------------------------------------------------------------------------------------------------
+
+
+def _rows(operation: str, spec: ConvCacheSpec, batches: Sequence[int], options: Options) -> Iterator[Row]:
     """One row per batch size; arrays of one geometry are shared by its batch sizes."""
-    cache = subjects.random_cache(spec)
-    twin = subjects.torch_cache(spec) if importlib.util.find_spec("torch") is not None else None
+    makers_of = {"commit": commit_makers, "verify": verify_makers, "step": step_makers}[operation]
+    accept = options.accept or ("all" if operation == "step" else "random")
+    caches: Any = None
     for batch in batches:
-        # At small batches more distinct calls, so that together they touch more than the cache holds.
-        calls = spec.num_layers * (4 if batch < 8 else 1) if operation == "verify" else max(4, 64 // max(1, batch))
-        case = subjects.Case(spec, batch, calls)
-        num_bytes = case.commit_bytes if operation == "commit" else case.verify_bytes
-        ours = subjects.jax_commit if operation == "commit" else subjects.jax_verify
-        # XLA compiles each call anew, so it gets fewer; where they fit the cache that is in its favour.
-        few = dataclasses.replace(case, calls=min(calls, XLA_CALLS))
-        makers: dict[str, tuple[int, Callable[[], subjects.Runner]]] = {
-            "pallas": (calls * subjects.LOOPS, functools.partial(ours, case, cache, "pallas")),
-            "xla": (few.calls * subjects.LOOPS, functools.partial(ours, few, cache, "xla")),
-        }
-        if twin is not None:
-            theirs = subjects.torch_commit if operation == "commit" else subjects.torch_verify
-            makers |= {
-                "triton": (calls, functools.partial(theirs, case, twin)),
-                "copy_driver": (calls, functools.partial(subjects.torch_copy, num_bytes, calls, kernel=False)),
-                "copy_kernel": (calls, functools.partial(subjects.torch_copy, num_bytes, calls, kernel=True)),
-            }
-        row: dict[str, Any] = {
-            "operation": operation,
-            "axis_order": spec.axis_order,
-            "num_draft_tokens": spec.num_draft_tokens,
-            "width": spec.width,
-            "conv_dim": spec.conv_dim,
-            "num_layers": spec.num_layers,
-            "num_slots": spec.num_slots,
-            "dtype": spec.dtype,
-            "batch": batch,
-            "bytes": num_bytes,
-        }
-        for name, (made, make) in makers.items():
-            row[name] = timing.marginal_us(make(), made, repeats)
+        case = Case(spec, batch, _calls(operation, spec, batch), accept)
+        row = {**identity(operation, spec, batch), "accept": accept, "bytes": _bytes(operation, case)}
+        try:
+            caches = caches or (subjects.random_cache(spec), _twin(spec))
+        except Exception as error:
+            row["errors"] = {"arrays": timing.reason(error)}
+            _release()
+        else:
+            fill(row, makers_of(case, *caches), options)
         yield row
 
 
-def line(row: dict[str, Any]) -> str:
-    """One printed line of a row: times in microseconds and the ratio to the faster copy."""
-    times = {name: row[name]["median_us"] for name in SUBJECTS if name in row}
-    copies = [times[name] for name in ("copy_driver", "copy_kernel") if name in times]
-    ratio = f"  pallas/copy {times['pallas'] / min(copies):.3f}" if copies else ""
+def _twin(spec: ConvCacheSpec) -> Any:
+    return subjects.torch_cache(spec) if importlib.util.find_spec("torch") is not None else None
+
+
+def _calls(operation: str, spec: ConvCacheSpec, batch: int) -> int:
+    """Distinct calls: at small batches more, so that together they touch more than the cache holds."""
+    if operation == "verify":
+        return spec.num_layers * (4 if batch < 8 else 1)
+    return max(4, 64 // max(1, batch))
+
+
+def _bytes(operation: str, case: Case) -> int:
+    of = {"commit": lambda: case.commit_bytes, "verify": lambda: case.verify_bytes, "step": lambda: case.step_bytes}
+    return of[operation]()
+
+
+def commit_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
+    """What a commit is timed beside; `twin` None means that there is no torch."""
+    makers: Makers = {
+        "pallas": functools.partial(subjects.jax_commit, case, cache, "pallas"),
+        "xla": functools.partial(subjects.jax_commit, _few(case), cache, "xla"),
+    }
+    if twin is not None:
+        makers["triton"] = functools.partial(subjects.torch_commit, case, twin)
+        makers |= _copies([case.commit_bytes] * case.calls)
+    return makers
+
+
+def verify_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
+    """What a verify of one layer is timed beside."""
+    makers: Makers = {
+        "pallas": functools.partial(subjects.jax_verify, case, cache, "pallas"),
+        "xla": functools.partial(subjects.jax_verify, _few(case), cache, "xla"),
+    }
+    if twin is not None:
+        makers["triton"] = functools.partial(subjects.torch_verify, case, twin)
+        makers |= _copies([case.verify_bytes] * case.calls)
+    return makers
+
+
+def step_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
+    """What a whole step is timed beside."""
+    makers: Makers = {
+        f"pallas_{form}": functools.partial(step.jax_step, form, case, cache, "pallas") for form in step.FORMS
+    }
+    makers["xla_scan"] = functools.partial(step.jax_step, "scan", case, cache, "xla")
+    if twin is not None:
+        makers["triton"] = functools.partial(step.torch_step, case, twin)
+        makers["copy_driver"] = functools.partial(step.copies, case, kernel=False)
+        makers["copy_kernel"] = functools.partial(step.copies, case, kernel=True)
+    return makers
+
+
+def _few(case: Case) -> Case:
+    return dataclasses.replace(case, calls=min(case.calls, XLA_CALLS))
+
+
+def _copies(sizes: list[int]) -> Makers:
+    return {
+        "copy_driver": functools.partial(subjects.torch_copies, sizes, kernel=False),
+        "copy_kernel": functools.partial(subjects.torch_copies, sizes, kernel=True),
+    }
+
+
+def _scaling_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """Commit and verify with one size changed at a time: cost should follow conv_dim and ignore the slots."""
+    only = tuple(options.only) or ("pallas", "copy")
+    options = dataclasses.replace(options, only=only, repeats=options.repeats or REPEATS["scaling"])
+    for field, values in SCALING.items():
+        for value in values:
+            sized = dataclasses.replace(spec, **{field: value})
+            for of in ("commit", "verify"):
+                for row in _rows(of, sized, [min(SCALING_BATCH, sized.num_slots)], options):
+                    yield {**row, "operation": "scaling", "of": of, "over": field}
+
+
+def _compile_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """One row per compiled program, with no arrays made."""
+    for plan in compiling.programs(spec, min(compiling.BATCH, spec.num_slots)):
+        row = {**identity("compile", plan.spec, plan.batch), "form": plan.form, "command_buffers": plan.command_buffers}
+        try:
+            row |= compiling.compiled(plan, "pallas")
+        except Exception as error:
+            row["errors"] = {"compile": timing.reason(error)}
+        jax.clear_caches()
+        yield row
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def line(row: Row) -> str:
+    """One printed line of a row: times in microseconds, and how near the copy limit the kernel comes."""
     head = f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}"
-    return head + "".join(f"  {name} {value:.2f}" for name, value in times.items()) + ratio
+    if "form" in row:
+        head += f" {row['form']} L={row['num_layers']}" + ("" if row["command_buffers"] else " no command buffers")
+    if "of" in row:
+        head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
+    if "compile_s" in row:
+        head += (
+            f"  trace {row['trace_s']:.2f} s  compile {row['compile_s']:.2f} s  launches {row['launches']:g}"
+            f"  temp {row['temp_bytes']} bytes  pool copies {', '.join(row['pool_copies']) or 'none'}"
+        )
+    for name, times in row.items():
+        if isinstance(times, dict) and "median_us" in times:
+            head += f"  {name} {times['median_us']:.2f}"
+            head += f" (wall {times['wall']['median_us']:.2f})" if "wall" in times else ""
+            head += f" ({times['copy_fraction']:.1%} of copy)" if "copy_fraction" in times else ""
+    return head + "".join(f"  {name} FAILED {why}" for name, why in row.get("errors", {}).items())

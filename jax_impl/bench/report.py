@@ -1,77 +1,304 @@
-"""A results file: its name, how it is written, and the table that the README prints of it."""
+"""A results file: its name, how it is written and read, and the tables that the README prints of it."""
 
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-HEADER = (
-    "| operation | axis order | D | B | Pallas µs | copy µs | Pallas / copy | XLA / Pallas | Triton / Pallas |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
+from jax_impl.layout import AXIS_ORDERS
+
+OPERATIONS = ("commit", "verify", "step", "compile", "scaling")
+SUBJECTS = ("pallas", "xla", "triton", "copy")  # kinds; a row's names may go on, such as copy_driver, pallas_scan
 NOT_MEASURED = "–"
 DRAFT_TOKENS = (4,)  # what bench measures unless told; other numbers are part of the file's name
+PRESET = "Qwen3.5-35B-A3B"  # likewise, at TP 1
+COPIES = ("copy_driver", "copy_kernel")
+MARKERS = ("<!-- bench table -->", "<!-- end of bench table -->")
+
+# Names that bench gives to results files; others in the same folder are not its own.
+_OPERATION = "|".join(OPERATIONS)
+_NAME = re.compile(
+    rf"\d{{4}}-\d\d-\d\d-(all|({_OPERATION})(-({_OPERATION}))*)(-D\d+(-\d+)*)?"
+    r"(-[A-Za-z][\w.-]*-tp\d+)?(-no-command-buffers)?(\.\d+)?\.json"
+)
+
+Row = dict[str, Any]
+Record = dict[str, Any]
 
 
-def file_name(date: str, operations: Sequence[str], draft_tokens: Sequence[int]) -> str:
-    """The name of a results file.
+# ---- the file --------------------------------------------------------------------------------------------------------
 
-    >>> file_name("2026-11-29", ["commit", "verify"], [4]), file_name("2026-11-29", ["verify"], [2, 8])
+
+def file_name(
+    date: str,
+    operations: Sequence[str],
+    draft_tokens: Sequence[int] = DRAFT_TOKENS,
+    *,
+    preset: str = PRESET,
+    tp: int = 1,
+    command_buffers: bool = True,
+) -> str:
+    """The name of a results file: date, operations, and what is not the default.
+
+    >>> file_name("2026-11-29", ["commit", "verify"]), file_name("2026-11-29", ["verify"], [2, 8])
     ('2026-11-29-commit-verify.json', '2026-11-29-verify-D2-8.json')
+    >>> file_name("2026-11-29", OPERATIONS, preset="Kimi-K3", tp=8, command_buffers=False)
+    '2026-11-29-all-Kimi-K3-tp8-no-command-buffers.json'
     """
-    tokens = "" if tuple(draft_tokens) == DRAFT_TOKENS else f"-D{'-'.join(map(str, draft_tokens))}"
-    return f"{date}-{'-'.join(operations)}{tokens}.json"
+    parts = [date, "all" if tuple(operations) == OPERATIONS else "-".join(operations)]
+    if tuple(draft_tokens) != DRAFT_TOKENS:
+        parts.append(f"D{'-'.join(map(str, draft_tokens))}")
+    if (preset, tp) != (PRESET, 1):
+        parts.append(f"{preset}-tp{tp}")
+    if not command_buffers:
+        parts.append("no-command-buffers")
+    return f"{'-'.join(parts)}.json"
 
 
-def write(path: pathlib.Path, record: dict[str, Any]) -> None:
+def free_path(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """`name` in `folder`, numbered when a file of an earlier run has it: no run overwrites another's."""
+    path, number = folder / name, 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name.removesuffix('.json')}.{number}.json"
+    return path
+
+
+def write(path: pathlib.Path, record: Record) -> None:
     """Writes a results file, whole or not at all: whoever reads `path` sees the old content or the new."""
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file by `text`, whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.write_text(text)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def table(path: pathlib.Path) -> str:
-    """The points of one results file as a Markdown table, under a line that says where and when they were taken.
-
-    Copies and Triton are measured where torch is installed; their cells hold a dash elsewhere.
+def read(path: pathlib.Path) -> Record:
+    """A results file.
 
     Raises:
       ValueError: the file cannot be read, or is not a results file.
     """
     try:
         record = json.loads(path.read_text())
-        environment, points = record["environment"], record["points"]
-        versions = environment["versions"]
-        title = (
-            f"{environment['device']}, driver {environment['driver']}, JAX {versions['jax']}, "
-            f"Triton {versions.get('triton', 'none')}, {environment['date']}; {record['preset']} at TP {record['tp']}: "
-            f"L={points[0]['num_layers']}, conv_dim={points[0]['conv_dim']}, K={points[0]['width']}, "
-            f"{points[0]['dtype']}, C={points[0]['num_slots']}."
-        )
-        return "\n".join([title, "", HEADER, *map(_row, points)])
+        for row in record["points"]:
+            _require(row)
+        _title(record)
+        return record
     except OSError as error:
         raise ValueError(f"`{path}`: expected a file written by bench --out, got {error.strerror}.") from error
-    except (LookupError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"`{path}`: expected a file written by bench --out, got {error!r}.") from error
 
 
-def _row(point: dict[str, Any]) -> str:
-    times = {name: value["median_us"] for name, value in point.items() if isinstance(value, dict)}
-    ours, triton = times["pallas"], times.get("triton")
-    copy = min((times[name] for name in ("copy_driver", "copy_kernel") if name in times), default=None)
-    cells = [
-        point["operation"],
-        point["axis_order"],
-        str(point["num_draft_tokens"]),
-        str(point["batch"]),
-        f"{ours:.2f}",
-        NOT_MEASURED if copy is None else f"{copy:.2f}",
-        NOT_MEASURED if copy is None else f"{ours / copy:.2f}",
-        f"{times['xla'] / ours:.1f}",
-        NOT_MEASURED if triton is None else f"{triton / ours:.2f}",
-    ]
-    return f"| {' | '.join(cells)} |"
+def _require(row: Row) -> None:
+    """LookupError unless a row says what it is about, and holds a time, a compiled program or an error."""
+    for name in ("axis_order", "num_draft_tokens", "batch", "num_layers", "conv_dim", "width", "num_slots", "dtype"):
+        row[name]
+    if row["operation"] not in OPERATIONS:
+        raise LookupError(f"operation {row['operation']}")
+    timed = any(isinstance(value, dict) and "median_us" in value for value in row.values())
+    if not (timed or "compile_s" in row or "errors" in row):
+        raise LookupError("median_us")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(path: pathlib.Path) -> str:
+    """One results file as Markdown: a table for each operation, under a line that says where and when it was taken.
+
+    What was not measured, copies and Triton where torch is not installed for instance, is a dash.
+
+    Raises:
+      ValueError: the file cannot be read, or is not a results file.
+    """
+    return tables(read(path))
+
+
+def tables(record: Record, keep: Callable[[Row], bool] = lambda row: True) -> str:
+    """The points of a record that `keep` accepts, as `table` prints them."""
+    points = [row for row in record["points"] if keep(row)]
+    parts = [_title(record)]
+    for operation in OPERATIONS:
+        rows = [row for row in points if row["operation"] == operation]
+        if rows:
+            columns = _COLUMNS[operation]
+            lines = [list(columns), ["---"] * len(columns)]
+            lines += [[_cell(make, row) for make in columns.values()] for row in rows]
+            parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    failed = [f"{_what(row)}: {name}" for row in points for name in row.get("errors", {})]
+    if failed:
+        parts.append(f"Failed: {'; '.join(failed)}.")
+    return "\n\n".join(parts)
+
+
+def _title(record: Record) -> str:
+    environment, geometry = record["environment"], record.get("geometry") or record["points"][0]
+    versions = environment["versions"]
+    buffers = "" if record.get("command_buffers", True) else ", without command buffers"
+    return (
+        f"{environment['device']}, driver {environment['driver']}, JAX {versions['jax']}, "
+        f"Triton {versions.get('triton', 'none')}, {environment['date']}{buffers}; "
+        f"{record['preset']} at TP {record['tp']}: L={geometry['num_layers']}, conv_dim={geometry['conv_dim']}, "
+        f"K={geometry['width']}, {geometry['dtype']}, C={geometry['num_slots']}."
+    )
+
+
+def _what(row: Row) -> str:
+    return f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}"
+
+
+def _cell(make: Callable[[Row], Any], row: Row) -> str:
+    """What a column says of a row; a dash when a number that it needs is not there."""
+    try:
+        return str(make(row))
+    except (LookupError, ZeroDivisionError):
+        return NOT_MEASURED
+
+
+def copy_us(row: Row, of: Sequence[str] = ("median_us",)) -> float:
+    """The faster copy of a row; `of` leads to the time inside a subject. LookupError when none was measured."""
+    times = [at(row, name, *of) for name in COPIES if name in row]
+    if not times:
+        raise LookupError("copy_driver, copy_kernel")
+    return min(times)
+
+
+def at(row: Row, *names: str) -> Any:
+    """`row[first][second]…`; LookupError where there is none, a field that holds None included."""
+    value: Any = row
+    for name in names:
+        if not isinstance(value, dict):
+            raise LookupError(name)
+        value = value[name]
+    return value
+
+
+_WALL = ("wall", "median_us")
+_TIMED = {
+    "operation": lambda row: row["operation"],
+    "axis order": lambda row: row["axis_order"],
+    "D": lambda row: row["num_draft_tokens"],
+    "B": lambda row: row["batch"],
+    "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
+    "copy µs": lambda row: f"{copy_us(row):.2f}",
+    "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+    "XLA / Pallas": lambda row: f"{at(row, 'xla', 'median_us') / at(row, 'pallas', 'median_us'):.1f}",
+    "Triton / Pallas": lambda row: f"{at(row, 'triton', 'median_us') / at(row, 'pallas', 'median_us'):.2f}",
+    "kernel µs": lambda row: f"{at(row, 'pallas', 'kernel', 'median_us'):.2f}",
+}
+_COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
+    "commit": _TIMED,
+    "verify": _TIMED,
+    "step": {
+        "whole step": lambda row: row["axis_order"],
+        "D": lambda row: row["num_draft_tokens"],
+        "B": lambda row: row["batch"],
+        "unrolled µs": lambda row: f"{at(row, 'pallas_unrolled', *_WALL):.1f}",
+        "scan µs": lambda row: f"{at(row, 'pallas_scan', *_WALL):.1f}",
+        "copies µs": lambda row: f"{copy_us(row, _WALL):.1f}",
+        "unrolled / copies": lambda row: f"{at(row, 'pallas_unrolled', *_WALL) / copy_us(row, _WALL):.3f}",
+        "XLA scan µs": lambda row: f"{at(row, 'xla_scan', *_WALL):.1f}",
+        "Triton graph µs": lambda row: f"{at(row, 'triton', *_WALL):.1f}",
+        "unrolled / Triton": lambda row: f"{at(row, 'pallas_unrolled', *_WALL) / at(row, 'triton', *_WALL):.2f}",
+        "one step alone µs": lambda row: f"{at(row, 'pallas_unrolled', 'latency', 'median_us'):.1f}",
+        "launches unrolled, scan": lambda row: (
+            f"{at(row, 'pallas_unrolled', 'launches'):g}, {at(row, 'pallas_scan', 'launches'):g}"
+        ),
+    },
+    "compile": {
+        "program": lambda row: row["form"] if row["form"] in ("unrolled", "scan") else f"commit: {row['form']}",
+        "axis order": lambda row: row["axis_order"],
+        "L": lambda row: row["num_layers"],
+        "command buffers": lambda row: "yes" if row["command_buffers"] else "no",
+        "trace s": lambda row: f"{row['trace_s']:.2f}",
+        "compile s": lambda row: f"{row['compile_s']:.2f}",
+        "launches": lambda row: f"{row['launches']:g}",
+        "temporary, of the pool": lambda row: f"{row['temp_bytes'] / row['state_bytes']:.2%}",
+        "pool copies": lambda row: ", ".join(row["pool_copies"]) or "none",
+    },
+    "scaling": {
+        "operation": lambda row: row["of"],
+        "axis order": lambda row: row["axis_order"],
+        "B": lambda row: row["batch"],
+        "conv_dim": lambda row: row["conv_dim"],
+        "slots": lambda row: row["num_slots"],
+        "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
+        "copy µs": lambda row: f"{copy_us(row):.2f}",
+        "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+    },
+}
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+
+def results_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The results files in a folder, by name."""
+    return sorted(path for path in folder.glob("*.json") if _NAME.fullmatch(path.name))
+
+
+def in_readme(row: Row) -> bool:
+    """Points that the README shows: D in `DRAFT_TOKENS`, the default axis order's programs, nothing of scaling."""
+    if row["operation"] == "compile" and row["axis_order"] != AXIS_ORDERS[0]:
+        return False
+    return row["operation"] != "scaling" and row["num_draft_tokens"] in DRAFT_TOKENS
+
+
+def newest(records: Iterable[Record]) -> Iterator[tuple[Record, Callable[[Row], bool]]]:
+    """Each record that is the newest with some operation, and which of its points those are, of those in the README.
+
+    Models, ranks and runs without command buffers count apart.
+    """
+
+    def kinds(record: Record) -> set[tuple[Any, ...]]:
+        variant = (record["preset"], record["tp"], record.get("command_buffers", True))
+        return {(row["operation"], *variant) for row in record["points"] if in_readme(row)}
+
+    def when(record: Record) -> tuple[str, str]:
+        return record["environment"]["date"], record["environment"].get("time", "")
+
+    ordered = sorted(records, key=when)
+    chosen = {kind: record for record in ordered for kind in kinds(record)}  # the last one stays
+    for record in ordered:
+        operations = {kind[0] for kind, one in chosen.items() if one is record}
+        if operations:
+            yield record, lambda row, operations=operations: row["operation"] in operations and in_readme(row)
+
+
+def readme_block(paths: Iterable[pathlib.Path]) -> str:
+    """What stands between the README's markers: the newest measurement of every operation, file by file.
+
+    Raises:
+      ValueError: a file is not a results file, or there is none.
+    """
+    blocks = [tables(record, keep) for record, keep in newest(map(read, paths))]
+    if not blocks:
+        raise ValueError("`paths`: expected results files written by bench --out, got none.")
+    return "\n\n".join(blocks)
+
+
+def update_readme(readme: pathlib.Path, paths: Iterable[pathlib.Path]) -> None:
+    """Writes `readme_block` between the markers of a README.
+
+    Raises:
+      ValueError: the README cannot be read or has not one block of markers, or a file is not a results file.
+    """
+    try:
+        text = readme.read_text()
+    except OSError as error:
+        raise ValueError(f"`{readme}`: expected a README with a block {MARKERS[0]}, got {error.strerror}.") from error
+    head, *rest = text.split(MARKERS[0])
+    _, *tail = rest[0].split(MARKERS[1]) if len(rest) == 1 else ("",)
+    if len(tail) != 1:
+        raise ValueError(f"`{readme}`: expected one {MARKERS[0]} and one {MARKERS[1]} after it, got others.")
+    write_text(readme, f"{head}{MARKERS[0]}\n{readme_block(paths)}\n{MARKERS[1]}{tail[0]}")

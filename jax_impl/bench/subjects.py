@@ -1,36 +1,57 @@
-"""What is measured: each function returns a runner; `runner(rounds)` makes `rounds * calls` calls and waits for them.
+"""One operation as something to time: each function compiles or captures it and returns a `Subject`.
 
 Calls rotate over slots, buffer rows and inputs, so that no call finds its data in the cache unless the whole working
 set fits there. Lists instead of stacked arrays keep slicing kernels out of the measured run. A JAX round is one program
-that loops `LOOPS` times over its calls, so that the device always has work queued.
+that loops `LOOPS` times over its calls, so that the device always has work queued; a torch round is one CUDA graph.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import checks
+from jax_impl.bench import program
 from jax_impl.cache import ConvCache
 from jax_impl.commit import commit_conv_state
 from jax_impl.conv import ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
-Runner = Callable[[int], None]
 LOOPS = 8
+TORCH_DEVICE = "cuda"
+
+
+@dataclasses.dataclass
+class Subject:
+    """Something to time.
+
+    Attributes:
+      run: `run(rounds)` makes that many rounds and waits for the last.
+      calls: of the operation in one round.
+      facts: what is known of its program without timing it: compile time, temporary memory, launches per call.
+      keep: what must live as long as `run`.
+      alone: for a whole step, the round as a caller makes it: one step a round, not looped on the device.
+    """
+
+    run: Callable[[int], None]
+    calls: int
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keep: Any = None
+    alone: Callable[[int], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measured point: geometry, batch and number of calls in a run; arrays are made by `inputs`."""
+    """One measured point: geometry, batch and number of calls in a run."""
 
     spec: ConvCacheSpec
     batch: int
     calls: int  # distinct calls, made in turn
+    accept: Literal["all", "random"] = "random"  # accepted tokens of every request: D, or 1 … D at random
     seed: int = 0
 
     @property
@@ -50,13 +71,19 @@ class Case:
         columns = spec.width - 1 + 2 * spec.num_draft_tokens + spec.num_columns
         return self.batch * columns * spec.conv_dim * spec.item_bytes
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a whole step: a verify in every layer and one commit."""
+        return self.spec.num_layers * self.verify_bytes + self.commit_bytes
+
 
 def index_sets(case: Case, count: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Per call: distinct random slots, the next rows of the buffer in turn, and random accepted counts 1 … D."""
+    """Per call: distinct random slots, the next rows of the buffer in turn, and accepted counts 1 … D."""
     rng, spec, batch = np.random.default_rng(case.seed), case.spec, case.batch
+    least = spec.num_draft_tokens if case.accept == "all" else 1
     slots = [rng.permutation(spec.num_slots)[:batch].astype(np.int32) for _ in range(count)]
     rows = [((np.arange(batch) + call * batch) % spec.max_requests).astype(np.int32) for call in range(count)]
-    accepted = [rng.integers(1, spec.num_draft_tokens + 1, batch).astype(np.int32) for _ in range(count)]
+    accepted = [rng.integers(least, spec.num_draft_tokens + 1, batch).astype(np.int32) for _ in range(count)]
     return slots, rows, accepted
 
 
@@ -67,7 +94,7 @@ def random_cache(spec: ConvCacheSpec, seed: int = 0) -> ConvCache:
     return ConvCache(make(state, spec.state_shape, spec.dtype), make(windows, spec.windows_shape, spec.dtype), spec)
 
 
-def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
+def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Subject:
     """Commits of all layers, pool donated."""
     slots, rows, accepted = (list(map(jnp.asarray, one)) for one in index_sets(case, case.calls))
 
@@ -84,24 +111,41 @@ def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementati
             )
         return pool
 
-    return _looped(commits, jnp.copy(cache.conv_state), (cache.conv_windows, slots, rows, accepted))
+    arguments = (cache.conv_windows, slots, rows, accepted)
+    return looped(commits, jnp.copy(cache.conv_state), arguments, case.calls)
 
 
-def _looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...]) -> Runner:
-    """A runner of a program that applies `body` LOOPS times to `carried`, which is donated from round to round."""
+def looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], calls: int) -> Subject:
+    """A program that applies `body`, `calls` calls, LOOPS times to `carried`, which is donated from round to round."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def run(carried: Any, *arguments: Any) -> Any:
         return jax.lax.fori_loop(0, LOOPS, lambda _, value: body(value, *arguments), carried)
 
-    compiled, held = run.lower(carried, *arguments).compile(), [carried]
+    compiled, facts = compiled_with_facts(run, (carried, *arguments), (0,), calls * LOOPS)
+    held = [carried]
 
-    def runner(rounds: int) -> None:
+    def rounds_of(rounds: int) -> None:
         for _ in range(rounds):
             held[0] = compiled(held[0], *arguments)
         jax.block_until_ready(held[0])
 
-    return runner
+    return Subject(rounds_of, calls * LOOPS, facts)
+
+
+def compiled_with_facts(
+    function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int], calls: int, options: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """The compiled function, and the seconds it took to trace and to compile beside `program.facts`.
+
+    `arguments` are arrays or their shapes; `options` are compiler options that are not the process's.
+    """
+    start = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=tuple(donated)).lower(*arguments)
+    traced = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    done = time.perf_counter()
+    seconds = {"trace_s": round(traced - start, 3), "compile_s": round(done - traced, 3)}
+    return compiled, {**seconds, **program.facts(compiled, calls)}
 
 
 def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], list[ConvWeight]]:
@@ -113,7 +157,7 @@ def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], list[ConvWei
     return x, [ConvWeight(jax.random.normal(key, (spec.width, spec.conv_dim), spec.dtype)) for key in keys[count:]]
 
 
-def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Runner:
+def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementation) -> Subject:
     """Verifies, one layer each in turn, buffer donated; the layers of one step share their index arrays."""
     slots, rows, _ = (list(map(jnp.asarray, one)) for one in index_sets(case, case.steps))
     x, weights = verify_inputs(case, case.calls)
@@ -136,7 +180,7 @@ def jax_verify(case: Case, cache: ConvCache, implementation: checks.Implementati
         return windows, outputs
 
     carried = jnp.copy(cache.conv_windows), [jnp.zeros_like(one) for one in x]
-    return _looped(verifies, carried, (cache.conv_state, x, weights, slots, rows))
+    return looped(verifies, carried, (cache.conv_state, x, weights, slots, rows), case.calls)
 
 
 def torch_cache(spec: ConvCacheSpec) -> tuple[Any, Any, Any]:
@@ -148,91 +192,113 @@ def torch_cache(spec: ConvCacheSpec) -> tuple[Any, Any, Any]:
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     twin = torch_ref.ConvCacheSpec(**fields)
     dtype = getattr(torch, spec.dtype)
-    state = torch.randn(spec.state_shape, device="cuda", dtype=dtype)
-    return twin, state, torch.randn(spec.windows_shape, device="cuda", dtype=dtype)
+    state = torch.randn(spec.state_shape, device=TORCH_DEVICE, dtype=dtype)
+    return twin, state, torch.randn(spec.windows_shape, device=TORCH_DEVICE, dtype=dtype)
 
 
-def _replayed(once: Callable[[int], Any], calls: int) -> Runner:
-    """A CUDA graph of `calls` calls; the runner replays it and waits."""
+def replayed(once: Callable[[int], Any], calls: int, steps: int | None = None) -> Subject:
+    """A CUDA graph of `once(0)` … `once(calls - 1)`; a round is one replay of it.
+
+    `steps` is 1 for the graph of a whole step: the round then counts as one call, and can be waited for alone.
+    """
     import torch
 
-    once(0)
+    for call in (0, calls - 1):  # what is compiled on first use cannot be captured
+        once(call)
     torch.cuda.synchronize()
     graph, kept = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         kept.extend(once(call) for call in range(calls))
 
-    def runner(rounds: int) -> None:
+    def run(rounds: int) -> None:
         for _ in range(rounds):
             graph.replay()
         torch.cuda.synchronize()
 
-    runner.kept = (graph, kept, once)  # type: ignore[attr-defined]  # what the graph reads and writes must outlive it
-    return runner
+    facts = {"launches": calls / (steps or calls)}
+    return Subject(run, steps or calls, facts, keep=(graph, kept, once), alone=run if steps else None)
 
 
-def torch_commit(case: Case, cache: Any) -> Runner:
+def torch_commit(case: Case, cache: Any) -> Subject:
     """Triton commits in one CUDA graph; `cache` comes from `torch_cache`."""
-    import torch
-
-    import torch_ref
-
-    twin, state, windows = cache
-    slots, rows, accepted = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.calls))
-    return _replayed(
-        lambda call: torch_ref.commit_conv_state(
-            state,
-            windows,
-            slots[call],
-            accepted[call],
-            spec=twin,
-            window_rows=rows[call],
-            implementation="triton",
-        ),
-        case.calls,
-    )
+    slots, rows, accepted = (on_device(one) for one in index_sets(case, case.calls))
+    return replayed(lambda call: triton_commit(cache, slots[call], rows[call], accepted[call]), case.calls)
 
 
-def torch_verify(case: Case, cache: Any) -> Runner:
+def torch_verify(case: Case, cache: Any) -> Subject:
     """Triton verifies in one CUDA graph, one layer each in turn."""
-    import torch
-
-    import torch_ref
-
-    twin, state, windows = cache
-    spec = case.spec
-    slots, rows, _ = ([torch.from_numpy(a).cuda() for a in one] for one in index_sets(case, case.steps))
-    shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
-    x = [torch.randn(shape, device="cuda", dtype=state.dtype) for _ in range(case.calls)]
-    weight = torch.randn((spec.num_layers, spec.conv_dim, spec.width), device="cuda", dtype=state.dtype)
-    return _replayed(
-        lambda call: torch_ref.causal_conv1d_verify(
-            x[call],
-            state,
-            windows,
-            weight[call % spec.num_layers],
-            spec=twin,
-            state_indices=slots[call // spec.num_layers],
-            layer=call % spec.num_layers,
-            window_rows=rows[call // spec.num_layers],
-            implementation="triton",
-        ),
+    layers = case.spec.num_layers
+    slots, rows, _ = (on_device(one) for one in index_sets(case, case.steps))
+    x, weight = torch_inputs(case, cache, case.calls)
+    return replayed(
+        lambda call: triton_verify(cache, x[call], weight, call % layers, slots[call // layers], rows[call // layers]),
         case.calls,
     )
 
 
-def torch_copy(num_bytes: int, calls: int, *, kernel: bool) -> Runner:
-    """Device copies that read and write `num_bytes` together, over buffers larger than the cache.
+def on_device(arrays: Sequence[np.ndarray]) -> list[Any]:
+    """NumPy arrays as tensors on the GPU."""
+    import torch
 
-    `kernel` False is the driver's copy; True is an elementwise kernel that reads and writes the same bytes, which
-    starts faster when there are few.
+    return [torch.from_numpy(array).to(TORCH_DEVICE) for array in arrays]
+
+
+def torch_inputs(case: Case, cache: Any, count: int) -> tuple[list[Any], Any]:
+    """Random inputs of `count` verifies, and the weights of all layers."""
+    import torch
+
+    spec, state = case.spec, cache[1]
+    shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
+    x = [torch.randn(shape, device=TORCH_DEVICE, dtype=state.dtype) for _ in range(count)]
+    return x, torch.randn((spec.num_layers, spec.conv_dim, spec.width), device=TORCH_DEVICE, dtype=state.dtype)
+
+
+def triton_commit(cache: Any, slots: Any, rows: Any, accepted: Any) -> Any:
+    """One commit of all layers."""
+    import torch_ref
+
+    twin, state, windows = cache
+    return torch_ref.commit_conv_state(
+        state, windows, slots, accepted, spec=twin, window_rows=rows, implementation="triton"
+    )
+
+
+def triton_verify(cache: Any, x: Any, weight: Any, layer: int, slots: Any, rows: Any) -> Any:
+    """One layer's verify."""
+    import torch_ref
+
+    twin, state, windows = cache
+    return torch_ref.causal_conv1d_verify(
+        x, state, windows, weight[layer], spec=twin, state_indices=slots, layer=layer, window_rows=rows,
+        implementation="triton",
+    )  # fmt: skip
+
+
+def torch_copies(sizes: Sequence[int], *, kernel: bool, steps: int | None = None) -> Subject:
+    """Device copies in one CUDA graph; copy i reads and writes `sizes[i]` bytes together.
+
+    Copies of one size rotate over buffers that together are larger than the cache. `kernel` False is the driver's copy;
+    True is an elementwise kernel that reads and writes the same bytes, which starts faster when there are few.
     """
     import torch
 
-    words = max(4, num_bytes // 8)
+    buffers = {size: _copy_buffers(size, sizes.count(size)) for size in set(sizes)}
+
+    def once(call: int) -> None:
+        source, target = buffers[sizes[call]]
+        turn = sizes[:call].count(sizes[call]) % len(source)
+        if kernel:
+            torch.bitwise_not(source[turn], out=target[turn])
+        else:
+            target[turn].copy_(source[turn])
+
+    return replayed(once, len(sizes), steps)
+
+
+def _copy_buffers(num_bytes: int, calls: int) -> tuple[Any, Any]:
+    """Sources and targets, one row a copy, no more than half a gigabyte of each if two rows are less."""
+    import torch
+
     sets = min(calls, max(2, 512 * 2**20 // num_bytes))
-    source = torch.randint(0, 2**31 - 1, (sets, words), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    if kernel:
-        return _replayed(lambda call: torch.bitwise_not(source[call % sets], out=target[call % sets]), calls)
-    return _replayed(lambda call: target[call % sets].copy_(source[call % sets]), calls)
+    source = torch.randint(0, 2**31 - 1, (sets, max(4, num_bytes // 8)), dtype=torch.int32, device=TORCH_DEVICE)
+    return source, torch.empty_like(source)

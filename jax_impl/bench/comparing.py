@@ -1,0 +1,200 @@
+"""The comparison that comes before a measurement: kernels, and Triton on a GPU, against the XLA form."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl import checks
+from jax_impl.bench import compiling, subjects
+from jax_impl.bench.step import FORMS, inputs, whole_step
+from jax_impl.cache import ConvCache
+from jax_impl.commit import commit_conv_state
+from jax_impl.conv import ConvWeight, causal_conv1d_verify
+from jax_impl.layout import AxisOrder, ConvCacheSpec
+
+# A step of y's dtype at 1: two results that are rounded to it from nearly one value are at most so far apart.
+ULP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+
+Results = dict[str, np.ndarray]  # pool and buffer compare as integers, y within `_y_bound`
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An operation on a geometry with a batch size."""
+
+    operation: str
+    spec: ConvCacheSpec
+    batch: int
+
+
+def small(operation: str, order: AxisOrder) -> list[Point]:
+    """Points that the interpreter runs in seconds; several sizes for `scaling`."""
+    spec = ConvCacheSpec(2, 11, 6, 128, 4, 4, axis_order=order)
+    if operation != "scaling":
+        return [Point(operation, spec, 5)]
+    sizes = [{"conv_dim": 256}, {"num_slots": 7}, {"num_slots": 19}]
+    specs = [dataclasses.replace(spec, **size) for size in sizes]
+    return [Point(of, one, 5) for of in ("commit", "verify") for one in specs]
+
+
+def reduced(operation: str, spec: ConvCacheSpec) -> Point:
+    """The measured geometry with two layers, for the comparison before it is timed; each request needs a slot."""
+    operation = "step" if operation == "scaling" else operation  # both of its operations at once
+    return Point(operation, dataclasses.replace(spec, num_layers=2), min(16, spec.num_slots))
+
+
+def check(point: Point) -> bool:
+    """Prints and returns whether every implementation agrees with the XLA form.
+
+    Pool and buffer must have the same bits, y may differ by the rounding of its sums and one of its own. A compiled
+    program is compared with what it should be: in place.
+    """
+    spec = point.spec
+    where = f"check {point.operation} {spec.axis_order} conv_dim={spec.conv_dim} C={spec.num_slots} B={point.batch}"
+    if point.operation == "compile":
+        return _check_programs(point, where)
+    kernel: checks.Implementation = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+    cache = subjects.random_cache(spec)
+    expected = _results(point, cache, "xla", "unrolled")
+    bound = _y_bound(point, cache, expected["y"]) if "y" in expected else None
+    others: dict[str, Callable[[], Results]] = {}
+    if point.operation == "step":
+        others["xla scan"] = lambda: _results(point, cache, "xla", "scan")
+        others |= {f"{kernel} {form}": lambda form=form: _results(point, cache, kernel, form) for form in FORMS}
+    else:
+        others[kernel] = lambda: _results(point, cache, kernel, "unrolled")
+    if kernel == "pallas" and importlib.util.find_spec("torch") is not None:
+        others["triton"] = lambda: _triton_results(point, cache)
+    same = True
+    for name, results in others.items():
+        wrong = _differences(expected, results(), bound)
+        same &= not wrong
+        print(f"{where} {name}: {'DIFFERENT ' + ', '.join(wrong) if wrong else 'same'}", flush=True)
+    return same
+
+
+def _differences(expected: Results, got: Results, y_bound: Any) -> list[str]:
+    """Names of the arrays that differ."""
+    wrong = []
+    for name, array in expected.items():
+        if name == "y":
+            same = np.all(np.abs(array.astype(np.float64) - got[name].astype(np.float64)) <= y_bound)
+        else:
+            bits = np.uint16 if array.dtype.itemsize == 2 else np.uint32
+            same = np.array_equal(array.view(bits), got[name].view(bits))
+        if not same:
+            wrong.append(name)
+    return wrong
+
+
+def _y_bound(point: Point, cache: ConvCache, y: np.ndarray) -> np.ndarray:
+    """How far apart two right values of each y can be.
+
+    Each side makes K+1 roundings of 2^-24 in its float32 sum, relative to the sum of the products' magnitudes, and the
+    activation adds a few, 2^-21 of y where a kernel approximates it; then both are rounded to y's dtype.
+    """
+    spec, case = point.spec, _case(point)
+    (slots,), (rows,), _ = (list(map(jnp.asarray, one)) for one in subjects.index_sets(case, 1))
+    x, weights = subjects.verify_inputs(case, spec.num_layers)
+    pool = jnp.abs(cache.conv_state)
+
+    @jax.jit
+    def magnitude(x: jax.Array, taps: jax.Array, layer: jax.Array) -> jax.Array:
+        return causal_conv1d_verify(
+            jnp.abs(x).astype(jnp.float32), pool, cache.conv_windows, ConvWeight(jnp.abs(taps)), spec=spec,
+            state_indices=slots, layer=layer, window_rows=rows, activation=None, implementation="xla",
+        )[0]  # fmt: skip
+
+    layers = [1] if point.operation == "verify" else range(spec.num_layers)
+    sums = np.stack([np.asarray(magnitude(x[one], weights[one].taps, jnp.int32(one))) for one in layers])
+    absolute = (spec.width + 10) * 2.0**-23 * sums.astype(np.float64).reshape(y.shape)
+    return ULP[spec.dtype] * np.abs(y.astype(np.float64)) + absolute
+
+
+def _case(point: Point) -> subjects.Case:
+    return subjects.Case(point.spec, point.batch, point.spec.num_layers)
+
+
+def _results(point: Point, cache: ConvCache, implementation: checks.Implementation, form: Any) -> Results:
+    """What one call of the operation leaves, of random arrays."""
+    spec, case = point.spec, _case(point)
+    (slots,), (rows,), (accepted,) = (list(map(jnp.asarray, one)) for one in subjects.index_sets(case, 1))
+    if point.operation == "commit":
+        commit = jax.jit(
+            lambda pool, windows: commit_conv_state(
+                pool, windows, slots, accepted, spec=spec, window_rows=rows, implementation=implementation
+            )
+        )
+        return {"pool": np.asarray(commit(cache.conv_state, cache.conv_windows))}
+    if point.operation == "verify":
+        x, weights = subjects.verify_inputs(case, spec.num_layers)
+        verify = jax.jit(
+            lambda x, pool, windows: causal_conv1d_verify(
+                x, pool, windows, weights[1], spec=spec, state_indices=slots, layer=1, window_rows=rows,
+                implementation=implementation,
+            )
+        )  # fmt: skip
+        y, windows = verify(x[1], cache.conv_state, cache.conv_windows)
+        return {"buffer": np.asarray(windows), "y": np.asarray(y)}
+    x, weight = inputs(form, case)
+    step = jax.jit(whole_step(form, spec, implementation, stack_y=True))
+    (pool, windows), y = step((cache.conv_state, cache.conv_windows), x, weight, slots, rows, accepted)
+    return {"pool": np.asarray(pool), "buffer": np.asarray(windows), "y": np.stack([np.asarray(one) for one in y])}
+
+
+def _triton_results(point: Point, cache: ConvCache) -> Results:
+    """The same of the Triton kernels, from the same arrays."""
+    import torch
+
+    spec, case = point.spec, _case(point)
+    twin, state, windows = subjects.torch_cache(spec)
+
+    def tensor(array: Any) -> Any:
+        numbers = np.asarray(array)
+        bits = torch.from_numpy(numbers.view(np.int16 if spec.item_bytes == 2 else np.int32).copy())
+        return bits.to(subjects.TORCH_DEVICE).view(state.dtype)
+
+    def array(tensor: Any) -> np.ndarray:
+        bits = tensor.view(torch.int16 if spec.item_bytes == 2 else torch.int32).cpu().numpy()
+        return bits.view(cache.conv_state.dtype)
+
+    state.copy_(tensor(cache.conv_state))
+    windows.copy_(tensor(cache.conv_windows))
+    twins = (twin, state, windows)
+    (slots,), (rows,), (accepted,) = (subjects.on_device(one) for one in subjects.index_sets(case, 1))
+    if point.operation == "commit":
+        subjects.triton_commit(twins, slots, rows, accepted)
+        return {"pool": array(state)}
+    x, weights = subjects.verify_inputs(case, spec.num_layers)
+    weight = [tensor(one.taps).T.contiguous() for one in weights]
+    layers = [1] if point.operation == "verify" else range(spec.num_layers)
+    y = [subjects.triton_verify(twins, tensor(x[layer]), weight, layer, slots, rows)[0] for layer in layers]
+    if point.operation == "verify":
+        return {"buffer": array(windows), "y": array(y[0])}
+    subjects.triton_commit(twins, slots, rows, accepted)
+    return {"pool": array(state), "buffer": array(windows), "y": array(torch.stack(y))}
+
+
+def _check_programs(point: Point, where: str) -> bool:
+    """Whether every program is in place. Off the GPU these are of the XLA form and float32.
+
+    The kernels cannot be compiled there, and for bfloat16 the CPU's compiler in JAX 0.10 makes a copy.
+    """
+    gpu = jax.default_backend() == "gpu"
+    spec = point.spec if gpu else dataclasses.replace(point.spec, dtype="float32")
+    fine = True
+    for plan in compiling.programs(spec, point.batch, (1, spec.num_layers)):
+        if not gpu and not plan.command_buffers:
+            continue  # an option of GPU programs
+        row = compiling.compiled(plan, "pallas" if gpu else "xla")
+        same = compiling.in_place(row)
+        fine &= same
+        said = "in place" if same else f"NOT IN PLACE: {row['pool_copies'] or 'not aliased'}"
+        form = "" if gpu else ", XLA form"
+        print(f"{where} {plan.form} L={plan.spec.num_layers}{form}: {said}", flush=True)
+    return fine

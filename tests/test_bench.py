@@ -1,0 +1,529 @@
+"""What bench measures, without a GPU: program texts, times under a clock of the test, and what a failure leaves."""
+
+import dataclasses
+import itertools
+import json
+import sys
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_impl.bench import comparing, compiling, measure, program, step, subjects, timing
+from jax_impl.bench.subjects import Case, Subject
+from jax_impl.layout import ConvCacheSpec
+from tests.cases import assert_same_bits, both_orders, spec_of
+
+SPEC = ConvCacheSpec(3, 11, 8, 128, 4, 4, "float32")
+
+
+# --- the text of a program --------------------------------------------------------------------------------------------
+
+MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[2,8]{1,0})->bf16[2,8]{1,0}}
+
+FileNames
+1 "step.py"
+
+%fused_add (param_0: s32[]) -> s32[] {
+  %constant.1 = s32[] constant(1)
+  ROOT %add.1 = s32[] add(%param_0, %constant.1), metadata={op_name="jit(step)/add(x)"}
+}
+
+%fused_pad (p.0: bf16[8]) -> bf16[2,8] {
+  ROOT %pad.1 = bf16[2,8]{1,0} pad(%p.0, %c), padding=0_8
+}
+
+%body.1 (state: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+  %state = (s32[], bf16[2,8]{1,0:T(8,128)}) parameter(0)
+  %gte.0 = s32[] get-tuple-element(%state), index=0
+  %fusion-start = ((s32[]), s32[], u32[]) fusion-start(%gte.0), kind=kLoop, calls=%fused_add
+  %fusion-done = s32[] fusion-done(%fusion-start)
+  %kernel.1 = (bf16[2,8]{1,0}, /*index=1*/bf16[2,8]{1,0}) custom-call(%gte.0), custom_call_target="mosaic_gpu_v2"
+  ROOT %tuple.1 = (s32[], bf16[2,8]{1,0}) tuple(%fusion-done, %gte.0)
+}
+
+%condition.1 (state.1: (s32[], bf16[2,8])) -> pred[] {
+  %state.1 = (s32[], bf16[2,8]{1,0}) parameter(0)
+  ROOT %compare.1 = pred[] fusion(%state.1), kind=kLoop, calls=%fused_compare
+}
+
+%graph (p.1: bf16[2,8]) -> bf16[2,8] {
+  %p.1 = bf16[2,8]{1,0} parameter(0)
+  %copy.2 = bf16[1,8]{1,0} copy(%p.1)
+  ROOT %kernel.2 = bf16[2,8]{1,0} custom-call(%copy.2), custom_call_target="mosaic_gpu_v2"
+}
+
+%one_kernel (p.2: bf16[2,8]) -> bf16[2,8] {
+  ROOT %kernel.3 = bf16[2,8]{1,0} custom-call(%p.2), custom_call_target="mosaic_gpu_v2"
+}
+
+ENTRY %main (p.3: bf16[2,8]) -> bf16[2,8] {
+  %p.3 = bf16[2,8]{1,0} parameter(0)
+  %bitcast.1 = u16[2,8]{1,0} bitcast(%p.3)
+  %tuple.2 = (s32[], bf16[2,8]{1,0}) tuple(%c.1, %p.3)
+  %while.1 = (s32[], bf16[2,8]{1,0}) while(%tuple.2), condition=%condition.1, body=%body.1, backend_config={TRIPS}
+  %call.1 = bf16[2,8]{1,0} call(%p.3), to_apply=%graph
+  %branch.1 = bf16[2,8]{1,0} conditional(%p.3), BRANCHES
+  ROOT %fusion.9 = bf16[2,8]{1,0} fusion(%call.1), kind=kLoop, calls=%fused_pad
+}
+"""
+KNOWN, UNKNOWN = '"known_trip_count":{"n":"30"}', '"known_init_step":{"init":"0"}'
+
+
+@pytest.mark.parametrize(("trips", "in_loop"), [(KNOWN, 30 * 2), (UNKNOWN, 2 + 1)])
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%graph, %one_kernel}", "true_computation=%one_kernel, false_computation=%graph"],
+)
+def test_launches_by_hand(trips: str, in_loop: int, branches: str) -> None:
+    """A loop of two launches, a call of two, a branch of two or one, and a fusion."""
+    text = MODULE.replace("TRIPS", trips).replace("BRANCHES", branches)
+    assert program.launches(text) == in_loop + 2 + 2 + 1
+
+
+def test_large_copies_by_hand() -> None:
+    """The pad inside a fusion and the copy inside a call; convert and fusion are none, nor is a smaller result."""
+    text = MODULE.replace("TRIPS", KNOWN).replace("BRANCHES", "branch_computations={%graph}")
+    assert program.large_copies(text, 16) == ["pad"]
+    assert program.large_copies(text, 8) == ["pad", "copy"]
+    assert program.large_copies(text.replace("copy(", "copy-start("), 8) == ["pad", "copy-start"]
+
+
+@pytest.mark.parametrize("text", ["", "HloModule x", "%a (p: s32[]) -> s32[] {\n  ROOT %b = s32[] negate(%p)\n}\n"])
+def test_a_text_without_an_entry_is_refused(text: str) -> None:
+    for read in (program.launches, lambda text: program.large_copies(text, 1)):
+        with pytest.raises(ValueError, match="`text`: expected the text of a compiled HLO module"):
+            read(text)
+
+
+def test_facts_of_a_real_program() -> None:
+    compiled, facts = subjects.compiled_with_facts(
+        lambda a: jax.lax.fori_loop(0, 6, lambda _, b: b * 2, a), (jax.ShapeDtypeStruct((64,), "float32"),), (0,), 6
+    )
+    assert np.asarray(compiled(jax.numpy.ones(64, "float32"))).tolist() == [64.0] * 64
+    assert facts["alias_bytes"] == 256
+    assert facts["launches"] >= 1.0
+    assert min(facts["trace_s"], facts["compile_s"], facts["temp_bytes"]) >= 0
+
+
+# --- compiled programs ------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_is_not_in_place() -> None:
+    row = {"alias_bytes": 100, "state_bytes": 100, "pool_copies": []}
+    assert compiling.in_place(row)
+    assert not compiling.in_place(row | {"alias_bytes": 99})
+    assert not compiling.in_place(row | {"pool_copies": ["copy"]})
+
+
+def test_no_two_programs_share_a_geometry() -> None:
+    plans = list(compiling.programs(SPEC, 4))
+    assert len({plan.spec.num_slots for plan in plans}) == len(plans) == 2 * 4 + 2 * 4
+    assert [plan.spec.num_layers for plan in plans] == [1, 8, 30, 60, 1, 8, 30, 60, *[3] * 8]
+    assert {plan.form for plan in plans if not plan.command_buffers} == set(compiling.PLACES)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A device whose rounds take 40 µs, after 700 µs to start and wait for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.rounds = 0.0, []
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def run(self, rounds: int) -> None:
+        self.rounds.append(rounds)
+        self.now += 700e-6 + rounds * 40e-6
+
+
+def test_device_time_leaves_out_what_starting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert timing.marginal_us(clock.run, 8, 5) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}
+    warm, *_ = clock.rounds
+    assert warm == 2
+    assert clock.rounds[-10:] == [14, 28] * 5  # 10 ms are 14 rounds of 740 µs
+
+
+def test_wall_time_is_of_a_queue_and_latency_of_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    times = timing.wall_us(clock.run, 1, 3)
+    assert times["latency"]["median_us"] == pytest.approx(740)
+    assert times["wall"]["median_us"] == pytest.approx(40 + 700 / 68, abs=1e-3)  # 50 ms are 68 rounds of 740 µs
+    assert clock.rounds[-15:] == [1] * 15
+
+
+def test_quantiles_by_hand() -> None:
+    assert timing.quantiles([3.0, 1.0, 2.0]) == {"median_us": 2.0, "p10_us": 1.0, "p90_us": 3.0}
+    assert timing.quantiles(range(11)) == {"median_us": 5, "p10_us": 1, "p90_us": 9}
+
+
+@pytest.fixture
+def cupti(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """JAX's own profiler over a stand-in for CUPTI: (kernel, milliseconds) of all recorded rounds, to be filled."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    records: list[tuple[str, float]] = []
+    extension = types.SimpleNamespace(_cupti_init=lambda: None, _cupti_get_timings=lambda finalize: list(records))
+    monkeypatch.setattr(profiler, "mosaic_gpu_lib", types.SimpleNamespace(_mosaic_gpu_ext=extension))
+    return records
+
+
+def test_kernel_times_by_hand(cupti: list[tuple[str, float]]) -> None:
+    """Two kernels a round of two calls; the fourth round is slower."""
+    rounds = []
+    cupti += [("verify", 0.004), ("copy", 0.001)] * 3 + [("verify", 0.006), ("copy", 0.001)]
+    times = timing.kernel_us(rounds.append, 2)
+    assert rounds == [1] * (1 + timing.KERNEL_ROUNDS)
+    assert times["kernel"] == {
+        "median_us": 2.5,
+        "p10_us": 2.5,
+        "p90_us": 3.5,
+        "names": {"verify": {"per_call": 0.5, "us": 2.25}, "copy": {"per_call": 0.5, "us": 0.5}},
+    }
+
+
+def test_kernel_times_that_are_not_there_say_why(cupti: list[tuple[str, float]], monkeypatch: Any) -> None:
+    assert timing.kernel_us(lambda rounds: None, 1) == {"kernel": None, "kernel_reason": "CUPTI recorded no kernel"}
+    cupti += [("verify", 0.004)] * 3
+    got = timing.kernel_us(lambda rounds: None, 1)
+    assert got["kernel"] is None
+    assert "not divisible" in got["kernel_reason"]
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu.profiler", None)
+    assert timing.kernel_us(lambda rounds: None, 1)["kernel_reason"].startswith("ModuleNotFoundError: ")
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
+
+
+def fixed(monkeypatch: pytest.MonkeyPatch, microseconds: dict[str, float]) -> measure.Makers:
+    """Subjects whose device time is given by name."""
+    monkeypatch.setattr(measure, "timed", lambda subject, repeats, kernels: dict(subject.facts))
+    return {name: lambda us=us: Subject(print, 1, {"median_us": us}) for name, us in microseconds.items()}
+
+
+def exhausted() -> Subject:
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
+
+
+def test_a_row_compares_with_the_faster_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = fixed(monkeypatch, {"pallas": 4.0, "xla": 8.0, "copy_driver": 3.0, "copy_kernel": 2.0})
+    row = measure.fill(measure.identity("commit", SPEC, 4), makers, measure.Options([4]))
+    assert [row[name].get("copy_fraction") for name in makers] == [0.5, 0.25, None, None]
+    assert "errors" not in row
+
+
+def test_a_subject_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = fixed(monkeypatch, {"pallas": 4.0, "xla": 8.0, "triton": 5.0}) | {"xla": exhausted}
+    row = measure.fill(measure.identity("commit", SPEC, 4), makers, measure.Options([4]))
+    assert row["errors"] == {"xla": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
+    assert (row["pallas"]["median_us"], row["triton"]["median_us"]) == (4.0, 5.0)
+    assert measure.line(row).endswith("  xla FAILED RuntimeError: RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_only_the_wanted_subjects_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = fixed(monkeypatch, {"pallas_scan": 4.0, "pallas_unrolled": 3.0, "copy_driver": 2.0})
+    makers["xla_scan"] = exhausted
+    row = measure.fill(measure.identity("step", SPEC, 4), makers, measure.Options([4], only=("pallas", "copy")))
+    assert "errors" not in row
+    assert {"pallas_scan", "pallas_unrolled", "copy_driver"} < set(row)
+
+
+def test_everything_that_is_known_of_a_subject_is_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    times = measure.timed(Subject(clock.run, 8, {"launches": 1.0}, alone=clock.run), 2, True)
+    assert (times["median_us"], times["launches"], times["kernel"]) == (5.0, 1.0, None)
+    assert times["kernel_reason"]
+    assert times["latency"]["median_us"] == pytest.approx(740)
+    times = measure.timed(Subject(clock.run, 8), 2, False)
+    assert not {"wall", "latency", "kernel"} & set(times)
+
+
+def test_arrays_that_do_not_fit_fail_their_own_points_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "random_cache", lambda spec: exhausted())
+    rows = list(measure.measure("step", SPEC, measure.Options([1, 4])))
+    assert [(row["batch"], row["errors"]) for row in rows] == [
+        (batch, {"arrays": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}) for batch in (1, 4)
+    ]
+    assert "pallas" not in json.dumps(rows)
+
+
+@pytest.mark.parametrize("found", [False, None])
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch, found: bool | None) -> None:
+    monkeypatch.setattr(measure, "_rows", lambda *arguments: [{"operation": "timed"}])
+    monkeypatch.setattr(comparing, "check", lambda point: exhausted() if found is None else found)
+    (row,) = measure.measure("verify", SPEC, measure.Options([1], check=True))
+    why = {False: "results differ from the XLA form", None: "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}[found]
+    assert row["errors"] == {"check": why}
+    monkeypatch.setattr(comparing, "check", lambda point: True)
+    assert list(measure.measure("verify", SPEC, measure.Options([1], check=True))) == [{"operation": "timed"}]
+
+
+def test_scaling_changes_one_size_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def rows(operation: str, spec: ConvCacheSpec, batches: list[int], options: measure.Options) -> Any:
+        seen.append((operation, spec, batches, options.only))
+        yield measure.identity(operation, spec, *batches)
+
+    monkeypatch.setattr(measure, "_rows", rows)
+    got = list(measure.measure("scaling", SPEC, measure.Options([1])))
+    assert {row["operation"] for row in got} == {"scaling"}
+    assert [row["of"] for row in got] == ["commit", "verify"] * 9
+    assert [row["conv_dim"] for row in got[::2]] == [1024, 2048, 4096, 8192, 16384, *[128] * 4]
+    assert [row["num_slots"] for row in got[::2]] == [*[11] * 5, 64, 512, 2048, 8192]
+    assert [row["over"] for row in got[::2]] == ["conv_dim"] * 5 + ["num_slots"] * 4
+    assert {(tuple(batches), only) for _, _, batches, only in seen} == {
+        ((11,), ("pallas", "copy")),
+        ((64,), ("pallas", "copy")),
+    }
+    assert {dataclasses.replace(spec, conv_dim=1, num_slots=1) for _, spec, _, _ in seen} == {
+        dataclasses.replace(SPEC, conv_dim=1, num_slots=1)
+    }
+
+
+def test_programs_are_rows_and_one_that_fails_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(plan: compiling.Program, implementation: Any) -> dict[str, Any]:
+        assert implementation == "pallas"
+        if plan.form == "unrolled":
+            exhausted()
+        return {"compile_s": 1.0, "trace_s": 0.5, "launches": 31.0, "temp_bytes": 7, "pool_copies": []}
+
+    monkeypatch.setattr(compiling, "compiled", compiled)
+    rows = list(measure.measure("compile", SPEC, measure.Options([1])))
+    assert {row["form"] for row in rows if "errors" in row} == {"unrolled"}
+    facts = "trace 0.50 s  compile 1.00 s  launches 31  temp 7 bytes  pool copies none"
+    assert measure.line(rows[5]) == f"compile time_major D=4 B=11 scan L=8  {facts}"
+    assert measure.line(rows[-1]).startswith("compile time_major D=4 B=11 larger step L=3 no command buffers  trace")
+
+
+# --- what is timed ----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_by_hand() -> None:
+    """K = 4, D = 4: three columns of state and four inputs in, four outputs and six columns of the row out."""
+    case = Case(spec_of(4, 4, num_layers=3, conv_dim=128), 5, 1)
+    assert case.verify_bytes == 5 * 17 * 128 * 2
+    assert case.commit_bytes == 3 * 5 * 2 * 3 * 128 * 2
+    assert case.step_bytes == 3 * case.verify_bytes + case.commit_bytes
+
+
+def test_index_sets_rotate() -> None:
+    slots, rows, accepted = subjects.index_sets(Case(SPEC, 4, 5), 5)
+    assert all(len(set(one)) == 4 and max(one) < 11 and min(one) >= 0 for one in slots)
+    assert [one.tolist() for one in rows[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert {n for one in accepted for n in one} == {1, 2, 3, 4}
+    _, _, accepted = subjects.index_sets(Case(SPEC, 4, 5, "all"), 5)
+    assert {n for one in accepted for n in one} == {4}
+
+
+@both_orders
+def test_a_looped_subject_makes_every_call(axis_order: Any) -> None:
+    """What the timed commits and verifies leave behind is what one call after another leaves."""
+    spec = dataclasses.replace(SPEC, axis_order=axis_order)
+    cache, case = subjects.random_cache(spec), Case(spec, 2, 3)
+    seen = []
+
+    def looped(body: Any, carried: Any, arguments: Any, calls: int) -> Subject:
+        seen.append((jax.jit(body)(carried, *arguments), calls))
+        return Subject(print, calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subjects, "looped", looped)
+        subjects.jax_commit(case, cache, "xla")
+        subjects.jax_verify(case, cache, "xla")
+    (pool, commits), ((windows, outputs), verifies) = seen
+    assert (commits, verifies) == (3, 3)
+    slots, rows, accepted = subjects.index_sets(case, 3)
+    expected = np.array(cache.conv_state)
+    source = np.asarray(cache.conv_windows)
+    swap = (lambda a: a) if axis_order == "time_major" else (lambda a: a.swapaxes(-1, -2))
+    for call, b in itertools.product(range(3), range(2)):
+        n = accepted[call][b]
+        expected[:, slots[call][b]] = swap(swap(source[:, rows[call][b]])[..., n - 1 : n + 2, :])
+    assert_same_bits(np.asarray(pool), expected)
+    (step_slots,), (step_rows,), _ = subjects.index_sets(case, 1)
+    x, _ = subjects.verify_inputs(case, 3)
+    for layer, b in itertools.product(range(3), range(2)):
+        row = swap(np.asarray(windows)[layer, step_rows[b]])
+        state = swap(np.asarray(cache.conv_state)[layer, step_slots[b]])
+        assert_same_bits(row, np.concatenate([state[1:], np.asarray(x[layer])[b]]))
+    assert all(np.asarray(y).any() for y in outputs)
+
+
+@pytest.mark.parametrize("form", step.FORMS)
+def test_the_timed_step_runs_looped_and_alone(form: Any) -> None:
+    cache = subjects.random_cache(SPEC)
+    before = np.asarray(cache.conv_state).copy()
+    subject = step.jax_step(form, Case(SPEC, 2, 1, "all"), cache, "xla")
+    assert subject.alone is not None
+    for run in (subject.run, subject.alone):
+        run(1)
+        run(2 * step.INDEX_SETS)
+    assert subject.calls == subjects.LOOPS
+    assert subject.facts["alias_bytes"] >= SPEC.state_bytes + SPEC.windows_bytes
+    assert_same_bits(np.asarray(cache.conv_state), before)  # a copy of it was donated
+
+
+@both_orders
+def test_a_whole_step_is_verifies_then_a_commit(axis_order: Any) -> None:
+    """Both forms, all of D accepted: the pool holds the last inputs of every layer."""
+    spec = dataclasses.replace(SPEC, axis_order=axis_order)
+    case, cache = Case(spec, 2, 1, "all"), subjects.random_cache(spec)
+    (slots,), (rows,), (accepted,) = subjects.index_sets(case, 1)
+    for form in step.FORMS:
+        x, weight = step.inputs(form, case)
+        run = jax.jit(step.whole_step(form, spec, "xla", stack_y=False))
+        (pool, _), y = run((cache.conv_state, cache.conv_windows), x, weight, slots, rows, accepted)
+        assert (y is None) == (form == "scan")
+        got = np.asarray(pool)[:, slots]
+        last = np.stack([np.asarray(one) for one in x])[:, :, 1:]
+        assert_same_bits(got, last if axis_order == "time_major" else np.ascontiguousarray(last.swapaxes(-1, -2)))
+
+
+# --- torch, on the CPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_cpu(torch_ref: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch with its tensors on the CPU, and a CUDA graph that notes what is done with it."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    monkeypatch.setattr(subjects, "TORCH_DEVICE", "cpu")
+    done: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replay")
+
+    class Capture:
+        def __init__(self, graph: Graph) -> None:
+            done.append("capture")
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None:
+            done.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    torch.bench_done = done
+    yield torch
+    del torch.bench_done
+
+
+def test_a_graph_is_warmed_up_captured_and_replayed(torch_cpu: Any) -> None:
+    calls = []
+    subject = subjects.replayed(calls.append, 4)
+    assert calls == [0, 3, 0, 1, 2, 3]
+    assert torch_cpu.bench_done == ["wait", "capture", "captured"]
+    subject.run(2)
+    assert torch_cpu.bench_done[3:] == ["replay", "replay", "wait"]
+    assert (subject.calls, subject.facts, subject.alone) == (4, {"launches": 1.0}, None)
+    subject = subjects.replayed(calls.append, 4, steps=1)
+    assert (subject.calls, subject.facts, subject.alone) == (1, {"launches": 4.0}, subject.run)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_copies_read_and_write_their_bytes_together(torch_cpu: Any, monkeypatch: Any, kernel: bool) -> None:
+    made = []
+    monkeypatch.setattr(
+        subjects, "_copy_buffers", lambda *sizes, make=subjects._copy_buffers: made.append(make(*sizes)) or made[-1]
+    )
+    subject = subjects.torch_copies([1600, 1600, 800, 1600], kernel=kernel, steps=1)
+    assert (subject.calls, subject.facts) == (1, {"launches": 4.0})
+    by_row = {source[0].nbytes * 2: (source, target) for source, target in made}
+    assert {size: len(source) for size, (source, _) in by_row.items()} == {1600: 3, 800: 1}
+    for source, target in by_row.values():
+        assert torch_cpu.equal(target, ~source if kernel else source)
+
+
+@both_orders
+def test_the_triton_step_is_that_of_jax(torch_cpu: Any, axis_order: Any) -> None:
+    """`--check` compares Triton too: the same arrays give the same pool, buffer and y."""
+    spec = ConvCacheSpec(2, 7, 4, 128, 4, 2, "float32", axis_order)
+    cache = subjects.random_cache(spec)
+    for operation in ("commit", "verify", "step"):
+        point = comparing.Point(operation, spec, 2)
+        expected = comparing._results(point, cache, "xla", "unrolled")
+        got = comparing._triton_results(point, cache)
+        assert set(got) == set(expected)
+        bound = comparing._y_bound(point, cache, expected["y"]) if "y" in expected else None
+        assert not comparing._differences(expected, got, bound)
+
+
+@both_orders
+def test_the_timed_triton_calls(torch_cpu: Any, monkeypatch: Any, axis_order: Any) -> None:
+    """A step is the verifies of all layers in order, then the commit; the other two are one kind of call each."""
+    spec = ConvCacheSpec(2, 7, 4, 128, 4, 2, "float32", axis_order)
+    case, twin = Case(spec, 2, 3), subjects.torch_cache(spec)
+    calls: list[Any] = []
+    verify, commit = subjects.triton_verify, subjects.triton_commit
+    monkeypatch.setattr(subjects, "triton_verify", lambda *a: calls.append(a[3]) or verify(*a))
+    monkeypatch.setattr(subjects, "triton_commit", lambda *a: calls.append("commit") or commit(*a))
+    assert step.torch_step(case, twin).calls == 1
+    assert calls[2:] == [0, 1, "commit"]
+    del calls[:]
+    assert subjects.torch_verify(case, twin).calls == 3
+    assert calls[2:] == [0, 1, 0]
+    del calls[:]
+    assert subjects.torch_commit(case, twin).calls == 3
+    assert calls == ["commit"] * 5
+    assert step.copies(case, kernel=False).facts == {"launches": 3.0}
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function whose interpreted kernel leaves its first result off by one bit or one part in fifty."""
+    name = request.param
+    for module in (comparing, step):
+        original = getattr(module, name)
+
+        def off(*arguments: Any, implementation: Any, original: Any = original, **options: Any) -> Any:
+            result = original(*arguments, implementation="xla", **options)
+            if implementation == "xla":
+                return result
+            if name == "commit_conv_state":
+                bits = jax.lax.bitcast_convert_type(result, "uint16")
+                return jax.lax.bitcast_convert_type(
+                    bits.at[0, 3, 1, 5].set(bits[0, 3, 1, 5] ^ np.uint16(1)), "bfloat16"
+                )
+            return result[0] * jax.numpy.bfloat16(1.02), result[1]
+
+        monkeypatch.setattr(module, name, off)
+
+
+@pytest.mark.parametrize(
+    ("operation", "wrong_kernel", "wrong"),
+    [
+        ("commit", "commit_conv_state", "pool"),
+        ("verify", "causal_conv1d_verify", "y"),
+        ("step", "commit_conv_state", "pool"),
+        ("step", "causal_conv1d_verify", "y"),
+    ],
+    indirect=["wrong_kernel"],
+)
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_wrong_kernel_is_found(capsys: pytest.CaptureFixture[str], operation: str, wrong: str) -> None:
+    (point,) = comparing.small(operation, "time_major")
+    assert not comparing.check(point)
+    said = capsys.readouterr().out.splitlines()
+    assert all(line.endswith(f": DIFFERENT {wrong}") for line in said if "pallas_interpret" in line)
+    assert [line for line in said if "xla scan" in line] == [line for line in said if line.endswith("same")]
+
+
+def test_a_program_with_a_copy_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"alias_bytes": 9, "state_bytes": 9, "pool_copies": ["copy"]}
+    monkeypatch.setattr(compiling, "compiled", lambda plan, implementation: row)
+    (point,) = comparing.small("compile", "time_major")
+    assert not comparing.check(point)
+    assert "larger step L=2, XLA form: NOT IN PLACE: ['copy']" in capsys.readouterr().out
+    row["pool_copies"] = []
+    assert comparing.check(point)

@@ -1,0 +1,318 @@
+"""Results files: which are read, what tables and plots say of them, and what a README gets."""
+
+import json
+import math
+import pathlib
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from jax_impl.__main__ import main
+from jax_impl.bench import plots, report
+from jax_impl.layout import AXIS_ORDERS
+
+ENVIRONMENT = {"date": "2026-11-29", "device": "GPU", "driver": "1", "versions": {"jax": "0.11.2"}}
+
+
+def row(operation: str = "commit", **more: Any) -> report.Row:
+    """A point of a model with 30 layers, at D = 4 and B = 16."""
+    sizes = {"num_draft_tokens": 4, "width": 4, "conv_dim": 8192, "num_layers": 30, "num_slots": 746, "batch": 16}
+    return {"operation": operation, "axis_order": "time_major", "dtype": "bfloat16", **sizes, **more}
+
+
+def timed(microseconds: float, **more: Any) -> dict[str, Any]:
+    return {"median_us": microseconds, **more}
+
+
+def walled(microseconds: float, launches: float = 31.0) -> dict[str, Any]:
+    """A subject of a whole step whose wall time is given; its device time is another, and one step alone longer."""
+    return timed(1.0, wall=timed(microseconds), latency=timed(microseconds + 9), launches=launches)
+
+
+def record(*rows: report.Row, **environment: Any) -> report.Record:
+    return {"environment": ENVIRONMENT | environment, "preset": "Qwen3.5-35B-A3B", "tp": 1, "points": list(rows)}
+
+
+def saved(path: pathlib.Path, content: report.Record) -> pathlib.Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "3",
+        "{}",
+        '{"environment": 1}',
+        json.dumps(record()),
+        json.dumps(record(row())),
+        json.dumps(record(row(pallas={"us": 2.0}))),
+        json.dumps(record(row("other", pallas=timed(2.0)))),
+        json.dumps(record(row(pallas=timed(2.0)))).replace('"batch"', '"rows"'),
+        json.dumps(record(row(pallas=timed(2.0)))).replace('"driver"', '"other"'),
+    ],
+)
+def test_other_files_are_refused_with_one_kind_of_error(tmp_path: pathlib.Path, content: str | None) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"`{path}`: expected a file written by bench --out, got")):
+        report.table(path)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "cells"),
+    [
+        ({}, "2.00 | – | – | 2.5 | – | –"),
+        ({"triton": timed(3.0)}, "2.00 | – | – | 2.5 | 1.50 | –"),
+        ({"copy_driver": timed(1.6), "copy_kernel": timed(1.25)}, "2.00 | 1.25 | 62.5% | 2.5 | – | –"),
+        ({"copy_driver": timed(1.6)}, "2.00 | 1.60 | 80.0% | 2.5 | – | –"),
+        ({"pallas": timed(2.0, kernel=timed(1.5))}, "2.00 | – | – | 2.5 | – | 1.50"),
+        ({"pallas": timed(2.0, kernel=None)}, "2.00 | – | – | 2.5 | – | –"),
+        ({"xla": {}}, "2.00 | – | – | – | – | –"),
+    ],
+)
+def test_a_table_leaves_out_what_was_not_measured(tmp_path: pathlib.Path, more: Any, cells: str) -> None:
+    point = row(**{"pallas": timed(2.0), "xla": timed(5.0), **more})
+    title, *_, line = report.table(saved(tmp_path / "x.json", record(point))).splitlines()
+    assert line == f"| commit | time_major | 4 | 16 | {cells} |"
+    assert title == (
+        "GPU, driver 1, JAX 0.11.2, Triton none, 2026-11-29; "
+        "Qwen3.5-35B-A3B at TP 1: L=30, conv_dim=8192, K=4, bfloat16, C=746."
+    )
+
+
+STEP = row(
+    "step",
+    pallas_unrolled=walled(50.0),
+    pallas_scan=walled(60.0, 93.0),
+    xla_scan=walled(200.0),
+    triton=walled(80.0),
+    copy_driver=walled(48.0),
+    copy_kernel=walled(40.0),
+)
+COMPILED = {"trace_s": 0.5, "compile_s": 1.25, "launches": 31.0, "temp_bytes": 1000, "state_bytes": 50_000}
+SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
+
+
+@pytest.mark.parametrize(
+    ("point", "line"),
+    [
+        (STEP, "| time_major | 4 | 16 | 50.0 | 60.0 | 40.0 | 1.250 | 200.0 | 80.0 | 0.62 | 59.0 | 31, 93 |"),
+        (
+            row("compile", form="scan", command_buffers=True, pool_copies=[], **COMPILED),
+            "| scan | time_major | 30 | yes | 0.50 | 1.25 | 31 | 2.00% | none |",
+        ),
+        (
+            row("compile", form="while_loop", command_buffers=False, pool_copies=["copy", "pad"], **COMPILED),
+            "| commit: while_loop | time_major | 30 | no | 0.50 | 1.25 | 31 | 2.00% | copy, pad |",
+        ),
+        (row("scaling", of="verify", **SCALED), "| verify | time_major | 16 | 8192 | 746 | 4.00 | 3.00 | 75.0% |"),
+    ],
+)
+def test_tables_of_the_other_operations(point: report.Row, line: str) -> None:
+    text = report.tables(record(row(pallas=timed(2.0)), point)).split("\n\n")
+    assert text[-1].splitlines()[-1] == line
+    assert {row.count("|") for row in text[-1].splitlines()} == {line.count("|")}
+
+
+def test_what_failed_is_named_below_the_tables() -> None:
+    broken = row("step", errors={"xla_scan": "RuntimeError: x", "triton": "RuntimeError: y"})
+    wrong = row("compile", errors={"check": "results differ from the XLA form"})
+    text = report.tables(record(broken, wrong, row(pallas=timed(2.0))))
+    assert "| time_major | 4 | 16 | – | – |" in text
+    what = "time_major D=4 B=16"
+    assert text.endswith(f"Failed: step {what}: xla_scan; step {what}: triton; compile {what}: check.")
+
+
+# --- the newest files -------------------------------------------------------------------------------------------------
+
+
+def test_only_files_that_bench_names_are_its_results(tmp_path: pathlib.Path) -> None:
+    own = [
+        "2026-11-29-all.json",
+        "2026-11-29-commit-verify.json",
+        "2026-11-30-step-D2-8-no-command-buffers.json",
+        "2026-11-30-verify-Qwen3.5-0.8B-tp2.3.json",
+    ]
+    others = ["2026-11-29-sanitizer.json", "2026-11-29-verify-D2-8-16-partial.json", "x.json", "2026-11-29-.json"]
+    for name in own + others:
+        (tmp_path / name).write_text("{}")
+    assert [path.name for path in report.results_files(tmp_path)] == own
+
+
+def test_the_newest_of_each_operation_is_shown() -> None:
+    """An old run of two operations, a new one of one of them, an older one that nothing is left of."""
+    commit, verify, other = (row(name, pallas=timed(2.0)) for name in ("commit", "verify", "verify"))
+    eight = row("commit", pallas=timed(2.0)) | {"num_draft_tokens": 8}
+    first = record(commit, verify)
+    second = record(other, time="10:00:00")
+    third = record(commit, eight, date="2026-12-01")
+    shown = list(report.newest([second, third, first]))
+    assert [one for one, _ in shown] == [second, third]
+    assert [[point for point in one["points"] if keep(point)] for one, keep in shown] == [[other], [commit]]
+
+
+def test_a_readme_has_no_scaling_and_each_program_once() -> None:
+    programs = [row("compile", form="scan", command_buffers=True, pool_copies=[], **COMPILED) for _ in range(2)]
+    programs[1]["axis_order"] = "channel_major"
+    ((one, keep),) = report.newest([record(*programs, row("scaling", of="verify", **SCALED))])
+    assert [point for point in one["points"] if keep(point)] == programs[:1]
+
+
+@pytest.mark.parametrize("change", [{"tp": 2}, {"preset": "Kimi-K3"}, {"command_buffers": False}])
+def test_other_models_and_flags_do_not_replace_each_other(change: Any) -> None:
+    first = record(row(pallas=timed(2.0)))
+    second = record(row(pallas=timed(3.0)), date="2026-12-01") | change
+    assert [one for one, _ in report.newest([second, first])] == [first, second]
+    assert ("without command buffers" in report.tables(second)) == ("command_buffers" in change)
+
+
+# --- the README -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A README with an empty block, and two results files beside it."""
+    results = tmp_path / "notebooks" / "results"
+    results.mkdir(parents=True)
+    saved(results / "2026-11-29-commit.json", record(row(pallas=timed(2.0))))
+    saved(results / "2026-12-01-step.json", record(STEP, date="2026-12-01"))
+    (results / "2026-12-01-notes.json").write_text("{}")
+    (tmp_path / "README.md").write_text("# Title\n\n<!-- bench table -->\n<!-- end of bench table -->\n\nEnd.\n")
+    return tmp_path
+
+
+def test_update_readme_writes_between_the_markers(checkout: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(checkout)
+    for _ in range(2):  # the second time over its own text
+        assert main(["bench", "--update-readme"]) == 0
+        assert capsys.readouterr().out == "wrote README.md from 2 files\n"
+        head, rest = pathlib.Path("README.md").read_text().split("<!-- bench table -->\n")
+        block, tail = rest.split("\n<!-- end of bench table -->")
+        assert (head, tail) == ("# Title\n\n", "\n\nEnd.\n")
+        assert block == report.readme_block(report.results_files(checkout / "notebooks" / "results"))
+        assert [line for line in block.splitlines() if re.match(r"\| (commit|time_major) \|", line)] == [
+            "| commit | time_major | 4 | 16 | 2.00 | – | – | – | – | – |",
+            "| time_major | 4 | 16 | 50.0 | 60.0 | 40.0 | 1.250 | 200.0 | 80.0 | 0.62 | 59.0 | 31, 93 |",
+        ]
+
+
+def test_update_readme_of_given_files(checkout: pathlib.Path, capsys: Any) -> None:
+    readme, file = checkout / "README.md", checkout / "notebooks" / "results" / "2026-12-01-step.json"
+    assert main(["bench", "--report", str(file), "--update-readme", str(readme)]) == 0
+    assert capsys.readouterr().out == f"wrote {readme} from 1 file\n"
+    assert "| commit |" not in readme.read_text()
+
+
+@pytest.mark.parametrize("text", [None, "", "<!-- bench table -->", "<!-- end of bench table --><!-- bench table -->"])
+def test_a_readme_without_the_block_is_refused_and_kept(checkout: pathlib.Path, capsys: Any, text: str | None) -> None:
+    readme = checkout / "README.md"
+    readme.unlink()
+    if text is not None:
+        readme.write_text(text)
+    assert main(["bench", "--update-readme", str(readme)]) == 2
+    assert re.match(rf"error: `{re.escape(str(readme))}`: expected (one|a README)", capsys.readouterr().err)
+    assert text is None or readme.read_text() == text
+
+
+def test_no_results_are_no_block(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "README.md").write_text("<!-- bench table --><!-- end of bench table -->")
+    with pytest.raises(ValueError, match="`paths`: expected results files written by bench --out, got none"):
+        report.update_readme(tmp_path / "README.md", [])
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def everything() -> report.Record:
+    """A record with points of every operation, in both axis orders, some of them failed."""
+    rows: list[report.Row] = []
+    for order in AXIS_ORDERS:
+        for batch in (1, 16):
+            more = {"axis_order": order, "batch": batch}
+            times = {"pallas": timed(2.0 * batch), "copy_driver": timed(1.0 * batch)}
+            rows += [row(name, **times) | more for name in ("commit", "verify")]
+            rows += [STEP | more, row("step", errors={"arrays": "x"}) | more | {"batch": 64}]
+        rows += [
+            row("compile", form=form, command_buffers=True, **COMPILED) | {"axis_order": order, "num_layers": n}
+            for form in ("scan", "unrolled", "jit")
+            for n in (1, 30)
+        ]
+        rows += [
+            row("scaling", of=of, **SCALED | {"over": over}) | {"axis_order": order, over: size}
+            for of in ("commit", "verify")
+            for over, size in (("conv_dim", 1024), ("conv_dim", 2048), ("num_slots", 64))
+        ]
+        rows.append(row("scaling", errors={"check": "x"}) | {"axis_order": order})
+    return record(*rows)
+
+
+def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = plots.draw(everything, "stem", tmp_path)
+    names = ("commit", "verify", "step", "scaling", "compile", "bytes")
+    assert paths == [tmp_path / f"stem-{name}.png" for name in names]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def figure_of(everything: report.Record, operation: str) -> Any:
+    pytest.importorskip("matplotlib")
+    rows = [point for point in everything["points"] if point["operation"] == operation]
+    return plots._time_figure(rows, operation)
+
+
+def test_time_against_requests_has_its_limit_and_units(everything: report.Record) -> None:
+    figure = figure_of(everything, "commit")
+    assert [axes.get_title() for axes in figure.axes] == ["time_major, D = 4", "channel_major, D = 4"]
+    for axes in figure.axes:
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("requests B", "device time of one commit of all layers (µs)")
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        assert lines == {"Pallas": [[1, 2], [16, 32]], "limit: copy of the same bytes": [[1, 1], [16, 16]]}
+
+
+def test_a_step_is_drawn_by_its_wall_time(everything: report.Record) -> None:
+    axes, _ = figure_of(everything, "step").axes
+    assert axes.get_ylabel() == "wall time of one whole step (µs)"
+    lines = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
+    assert lines["Pallas, unrolled"] == [50.0, 50.0]
+    assert lines["limit: the same copies in one graph"] == [40.0, 40.0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "16", "64"]
+
+
+def test_bytes_against_tokens_are_the_layouts() -> None:
+    """K = 4: D·3 columns against D + 2 of 8192 channels in 30 layers, two bytes each."""
+    pytest.importorskip("matplotlib")
+    one = record(row(pallas=timed(2.0)))
+    (axes,) = plots._bytes_figure(one).axes
+    dense, sliding = (line.get_xydata() for line in axes.get_lines())
+    column = 30 * 8192 * 2 / 2**20
+    assert [(x, y) for x, y in dense] == [(d, d * 3 * column) for d in range(1, 17)]
+    assert all(math.isclose(y, (d + 2) * column) for d, y in sliding)
+
+
+def test_report_draws_on_any_machine(everything: report.Record, tmp_path: pathlib.Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    files = [saved(tmp_path / f"{name}.json", everything) for name in ("a", "b")]
+    assert main(["bench", "--report", *map(str, files), "--plots", str(tmp_path / "new")]) == 0
+    assert len(list((tmp_path / "new").glob("*.png"))) == 12
+    assert capsys.readouterr().out.count("GPU, driver 1, JAX") == 2
+
+
+def test_plots_without_matplotlib_say_what_to_install(tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:
+    file = saved(tmp_path / "a.json", record(row(pallas=timed(2.0))))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["bench", "--report", str(file), "--plots", str(tmp_path)]) == 2
+    assert 'pip install "specconv[plots]"' in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""Index arrays of a commit out of what an engine has at hand: what was accepted, and what to snapshot.
+
+Both functions stay on the device of the tensors that they are given, and wait for nothing.
+"""
+
+from typing import Any
+
+import torch
+
+from torch_ref.checks import INT32, SHARED_DEVICE, IndexArray
+from torch_ref.layout import LARGEST, as_integer, mismatch, raise_mismatches
+
+
+@torch.no_grad()
+def accepted_from_index(accept_index: Any) -> torch.Tensor:
+    """Accepted tokens of every request, from the indices of the accepted tokens padded with -1.
+
+    Args:
+      accept_index: `[request, token]` = (B, D), signed integers. The accepted tokens come first; what follows the first
+        negative entry does not count, whatever it is.
+
+    Returns:
+      int32 `[B]`, 0 … D: the length of each row's leading run of entries that are not negative.
+
+    Raises:
+      ValueError: the argument has another shape or dtype than stated.
+
+    Example:
+      >>> accepted_from_index(torch.tensor([[4, 5, -1], [-1, -1, -1], [7, -1, 9]])).tolist()
+      [2, 0, 1]
+    """
+    wrong: list[str] = []
+    index = _integers("accept_index", accept_index, "request, token", wrong, signed=True)
+    raise_mismatches(wrong)
+    return (index >= 0).int().cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+
+
+@torch.no_grad()
+def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArray, interval: int) -> torch.Tensor:
+    """The counts after which a sequence is as long as a prefix cache wants it: `track_num_tokens` of a commit.
+
+        t = the largest multiple of interval in s+1 … s+n, minus s;  0 if there is none
+
+    Args:
+      seq_lens: committed length s before this step, int `[B]`.
+      num_accepted_tokens: n, int `[B]`; saturates to int32 as everywhere.
+      interval: tokens between snapshots, 1 or more.
+
+    Returns:
+      int32 `[B]`: t, 1 … n, where committing n tokens reaches or crosses a multiple of `interval`; else 0, also where
+      n is 0 or negative, or s is negative.
+
+    Raises:
+      ValueError: an argument has another shape, dtype, device or range than stated.
+
+    Example:
+      >>> track_tokens_at_boundary([62, 63, 64, 60, 63], [3, 1, 3, 3, 0], 64).tolist()
+      [2, 1, 0, 0, 0]
+    """
+    wrong: list[str] = []
+    devices = [value.device for value in (seq_lens, num_accepted_tokens) if isinstance(value, torch.Tensor)]
+    lengths = _integers("seq_lens", seq_lens, "request", wrong, *devices[:1])
+    accepted = _integers("num_accepted_tokens", num_accepted_tokens, "request", wrong, *devices[:1])
+    if lengths.shape != accepted.shape and not wrong:
+        wrong.append(mismatch("num_accepted_tokens", f"request = {tuple(lengths.shape)}", tuple(accepted.shape)))
+    if lengths.device != accepted.device:
+        wrong.append(mismatch("num_accepted_tokens", f"device {lengths.device}", accepted.device, SHARED_DEVICE))
+    every = as_integer(interval)
+    if every is None or not 1 <= every <= LARGEST:
+        wrong.append(mismatch("interval", "an integer from 1 to 2^31-1", repr(interval)))
+    raise_mismatches(wrong)
+    assert every is not None
+    past = lengths % every  # tokens since the last multiple; small, so that no sum below leaves int64
+    tokens = accepted.clamp(0, INT32.max)
+    reached = (past + tokens) // every * every - past  # of no new multiple the last one is left: 0 or less
+    return reached.clamp(min=0).masked_fill(lengths < 0, 0).int()
+
+
+def _integers(
+    name: str, value: Any, axes: str, wrong: list[str], device: torch.device | str = "cpu", *, signed: bool = False
+) -> torch.Tensor:
+    """An integer array as int64: a tensor where it is, a list or a NumPy array on `device`."""
+    try:
+        taken = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        wrong.append(mismatch(name, f"{axes}, an array of integers", repr(value)))
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    if taken.numel() == 0 and not isinstance(value, torch.Tensor):
+        taken = taken.long()  # an empty list has no dtype of its own
+    if taken.dtype.is_floating_point or taken.dtype.is_complex or taken.dtype == torch.bool:
+        wrong.append(mismatch(name, "an integer dtype", taken.dtype))
+    elif signed and not taken.dtype.is_signed:
+        wrong.append(mismatch(name, "a signed integer dtype", taken.dtype, "-1 is the padding."))
+    if taken.ndim != len(axes.split(",")):
+        wrong.append(mismatch(name, axes, tuple(taken.shape)))
+    return taken.long()
