@@ -330,10 +330,12 @@ def test_the_update_kernel_is_in_place(h200: Any, axis_order: Any, dtype: str) -
 # --- prefill ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [3, 17, 512])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 512])
 @pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
 @both_orders
-def test_prefill_is_one_launch_in_place(h200: Any, axis_order: Any, continues: bool, tokens: int) -> None:
+def test_prefill_is_one_launch_in_place(h200: Any, axis_order: Any, ragged: bool, continues: bool, tokens: int) -> None:
+    """Prompts shorter than the state too, whose oldest columns are then known to be zero or the slot's."""
     spec = ConvCacheSpec(30, 65, 64, 8192, 4, 4, axis_order=axis_order)
 
     def prompt(pool: Any, x: Any, taps: Any, slots: Any, lengths: Any, carried: Any) -> Any:
@@ -344,7 +346,7 @@ def test_prefill_is_one_launch_in_place(h200: Any, axis_order: Any, continues: b
             spec=spec,
             state_indices=slots,
             layer=7,
-            lengths=lengths,
+            lengths=lengths if ragged else None,
             has_initial_state=carried if continues else None,
             implementation="pallas",
         )
