@@ -117,7 +117,7 @@ def assert_close(got: Any, expected: np.ndarray, what: str) -> None:
 @implementations
 @every_model
 def test_logits_of_prompts_and_of_steps(name: str, implementation: Any) -> None:
-    """Two prompts of different lengths, a block of D tokens on each, and then single tokens behind the whole block."""
+    """Two prompts of different lengths, then a block of D tokens on each against their steps of one token."""
     if implementation == "pallas":
         adapters.path("jax-pallas-gpu")
     model, config, parameters = oracle(name)
@@ -126,8 +126,11 @@ def test_logits_of_prompts_and_of_steps(name: str, implementation: Any) -> None:
     )
     lengths, slots = np.asarray([19, 7], np.int32), jnp.asarray([3, 1], jnp.int32)
     sequences = [tokens(length + TOKENS, seed) for seed, length in enumerate(lengths)]
-    padded = np.stack([np.pad(ids[:length], (0, 22 - length)) for ids, length in zip(sequences, lengths, strict=True)])
-    prefill, verify = (jax.jit(function, static_argnums=1) for function in (hybrid.prefill, block))
+    padded = np.stack([np.pad(ids[:length], (0, 32 - length)) for ids, length in zip(sequences, lengths, strict=True)])
+    prefill, verify = (
+        jax.jit(functools.partial(function, implementation=implementation), static_argnums=1)
+        for function in (hybrid.prefill, block)
+    )
     hidden, cache = prefill(parameters, config, cache, jnp.asarray(padded), jnp.asarray(lengths), slots)
     logits = hybrid.logits_of(parameters, hidden)
     blocks = jnp.asarray(np.stack([ids[-TOKENS:] for ids in sequences]))
@@ -140,8 +143,8 @@ def test_logits_of_prompts_and_of_steps(name: str, implementation: Any) -> None:
             assert_close(at_once[row, token], expected[0], f"token {token} behind prompt {row}")
 
 
-def block(*arguments: Any) -> jax.Array:
-    hidden, _, _ = hybrid.verify(*arguments)
+def block(*arguments: Any, implementation: Any) -> jax.Array:
+    hidden, _, _ = hybrid.verify(*arguments, implementation=implementation)
     return hybrid.logits_of(arguments[0], hidden)
 
 

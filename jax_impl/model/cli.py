@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     option("--max-len", type=positive, metavar="N", help="tokens of one sequence; default: what the prompts need")
     option("--requests", type=up_to(4096, "4096"), default=8, metavar="N", help="decoded at a time (%(default)s)")
     option("--dtype", choices=DTYPES, help="of weights and states; default: the checkpoint's")
-    option("--implementation", choices=IMPLEMENTATIONS, help="of verify and commit; default: chosen for the device")
+    option("--implementation", choices=IMPLEMENTATIONS, help="of the convolution; default: chosen for the device")
     option("--axis-order", choices=AXIS_ORDERS, default="time_major")
     option("--storage", choices=STORAGES, default="sliding")
     option("--stats", action="store_true", help="print speed and acceptance to stderr at the end")

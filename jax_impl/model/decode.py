@@ -144,7 +144,7 @@ def _is_stop(tokens: jax.Array, stop_token_ids: tuple[int, ...]) -> jax.Array:
     return functools.reduce(jnp.logical_or, (tokens == stop for stop in stop_token_ids), jnp.zeros(tokens.shape, bool))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "stop_token_ids"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("config", "stop_token_ids", "implementation"), donate_argnames="state")
 def prefill_step(
     parameters: Parameters,
     state: DecodeState,
@@ -155,19 +155,22 @@ def prefill_step(
     *,
     config: ModelConfig,
     stop_token_ids: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """Runs prompts int32 `[B, T]` into their slots and samples each one's first token, int32 `[B]`.
 
     Everything of the slots is replaced. A row with length 0 and slot -1 is padding.
     """
-    hidden, cache = hybrid.prefill(parameters, config, state.cache, prompts, lengths, slots)
+    hidden, cache = hybrid.prefill(
+        parameters, config, state.cache, prompts, lengths, slots, implementation=implementation
+    )
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
     first = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
     stopped = _is_stop(first, stop_token_ids)
     count, max_len = state.history.shape
     position = jnp.arange(max_len, dtype=jnp.int32)[None, :]
-    padded = jnp.pad(prompts, ((0, 0), (0, max_len - prompts.shape[1])))
+    padded = jnp.pad(prompts, ((0, 0), (0, max(0, max_len - prompts.shape[1]))))[:, :max_len]
     history = jnp.where(position < lengths[:, None], padded, 0)
     history = jnp.where(position == lengths[:, None], first[:, None], history)
     rows = jnp.where(slots >= 0, slots, count + jnp.arange(slots.shape[0], dtype=jnp.int32))
@@ -284,7 +287,7 @@ class Engine:
       num_draft_tokens: D, tokens verified per step and request.
       drafter: None means prompt lookup.
       stop_token_ids: None means the checkpoint's.
-      axis_order, storage: of the convolution's cache. implementation: of its verify and commit.
+      axis_order, storage: of the convolution's cache. implementation: of its operations.
 
     Raises:
       ValueError: a size does not fit the model or the other sizes.
@@ -389,14 +392,15 @@ class Engine:
             joined.append(request)
         self._place()
         batch = min(_power_of_two(len(joined)), self._slots_of_rows.shape[0])
-        length = min(_power_of_two(max(SHORTEST_PREFILL, *(len(r.prompt) for r in joined))), self.max_len)
+        length = _power_of_two(max(SHORTEST_PREFILL, *(len(request.prompt) for request in joined)))
         tokens, ints = np.zeros((batch, length), np.int32), np.tile(np.asarray([[0], [-1], [0]], np.int32), (1, batch))
         for index, request in enumerate(joined):
             tokens[index, : len(request.prompt)] = request.prompt
             ints[:, index] = len(request.prompt), request.slot, request.max_new_tokens
         self.state, first = prefill_step(
-            self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids
-        )
+            self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids,
+            implementation=self.implementation,
+        )  # fmt: skip
         sampled = np.asarray(first)[: len(joined)].tolist()
         return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
 

@@ -80,6 +80,8 @@ def prefill(
     tokens: jax.Array,
     lengths: jax.Array,
     slots: jax.Array,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, ModelCache]:
     """Runs whole prompts, padded to one length, and leaves their states in their slots.
 
@@ -89,6 +91,7 @@ def prefill(
       tokens: int32 `[B, T]`, prompts padded at the end.
       lengths: int32 `[B]`, tokens of each prompt, up to T. A length outside 1 … T skips the request.
       slots: int32 `[B]`. A slot outside the pool skips the request; live requests name different slots.
+      implementation: of the convolution.
 
     Returns:
       The final hidden states `[B, T, hidden]` for `logits_of`, meaningless past each length; and the cache.
@@ -108,7 +111,7 @@ def prefill(
             projected = mixers.project(layer.mixer, config, x)
             mixed, conv_state = causal_conv1d_prefill(
                 projected.qkv, conv_state, parameters.conv, spec=cache.spec, state_indices=jnp.where(live, slots, -1),
-                lengths=lengths, layer=linear,
+                lengths=lengths, layer=linear, implementation=implementation,
             )  # fmt: skip
             fresh = jnp.zeros((batch, *pool.shape[2:]), jnp.float32)
             o, state = mixers.delta_rule(config, fresh, mixed, projected, is_valid, keep_states=False)
