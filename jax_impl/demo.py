@@ -394,6 +394,7 @@ class Definition:
       state_bits: `[L, C, S, conv_dim]`, the pool as integers; a slot is a list of its last S inputs.
       dtype: dtype that the integers stand for.
       weight, bias, activation: parameters of the convolution.
+      number: the type of products and sums, and of `y`.
     """
 
     state_bits: np.ndarray
@@ -401,6 +402,7 @@ class Definition:
     weight: np.ndarray
     bias: np.ndarray | None
     activation: str | None
+    number: type[np.floating[Any]] = np.float32
 
     def advance(self, batch: Batch, fresh: bool = False) -> tuple[Result, np.ndarray]:
         """Moves each live slot on by its accepted tokens, from nothing when `fresh`.
@@ -409,7 +411,7 @@ class Definition:
         summed for each `y`, which its rounding error is relative to.
         """
         new_bits = batch.x.astype(self.dtype).view(self.state_bits.dtype)
-        y, scale = np.zeros_like(batch.x), np.zeros_like(batch.x)
+        y, scale = np.zeros_like(batch.x, self.number), np.zeros_like(batch.x, self.number)
         before = self.state_bits.copy()  # every request reads the pool as it was before the call
         num_slots, state_len = before.shape[1:3]
         for layer in range(len(y)):
@@ -425,9 +427,9 @@ class Definition:
         return Result(y, self.state_bits), scale
 
     def _convolve(self, layer: int, columns: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        values = columns.view(self.dtype).astype(np.float32)
+        values = columns.view(self.dtype).astype(self.number)
         taps = self.weight[layer].T
-        total = np.zeros((tokens, values.shape[1]), np.float32)
+        total = np.zeros((tokens, values.shape[1]), self.number)
         if self.bias is not None:
             total += self.bias[layer]
         scale = np.abs(total)
