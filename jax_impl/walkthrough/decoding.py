@@ -5,6 +5,7 @@ import functools
 import pathlib
 import random
 import tempfile
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,20 +32,25 @@ def prompts(lengths: Sequence[int], vocab_size: int = 256, seed: int = 0) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class Theirs:
-    """What transformers made of the tiny checkpoint: its greedy tokens, and how it answered the request for drafts."""
+    """What transformers made of the tiny checkpoint: its greedy tokens, and how it answered the request for drafts.
 
-    tokens: list[int]
-    speculative: str
-
-
-def transformers_tries(prompt: Sequence[int], max_new_tokens: int) -> Theirs | str:
-    """Decodes the tiny checkpoint with transformers, greedily and then with its prompt lookup.
-
-    Returns:
-      What came out; or a sentence that names what is not installed.
+    Where it cannot be asked, `tokens` is None and `answer` names what is not installed.
     """
+
+    tokens: list[int] | None
+    answer: str
+
+
+def transformers_tries(prompt: Sequence[int], max_new_tokens: int) -> Theirs:
+    """Decodes the tiny checkpoint with transformers, greedily and then with its prompt lookup."""
     if absent := show.missing("torch", "transformers"):
-        return f'{absent} With it, this cell shows its refusal: pip install "specconv[torch]" transformers'
+        return Theirs(None, f'{absent} With both, transformers answers: pip install "specconv[torch]" transformers')
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # it draws no progress bars here
+        return _transformers_tries(prompt, max_new_tokens)
+
+
+def _transformers_tries(prompt: Sequence[int], max_new_tokens: int) -> Theirs:
     import torch
     import transformers
 
@@ -77,12 +83,9 @@ class Decoded:
     statistics: Statistics
 
 
-def decode(
-    model: tuple[ModelConfig, Parameters], texts: Sequence[Sequence[int]], new_tokens: int, *, speculate: bool
-) -> Decoded:
-    """Decodes prompts with prompt lookup and D = 4, or plainly, one token per step."""
-    options: dict[str, Any] = {} if speculate else {"drafter": NoDrafts(), "num_draft_tokens": 1}
-    engine = Engine(*model, max_requests=len(texts), num_slots=len(texts) + 1, max_len=MAX_LEN, **options)
+def plain(model: tuple[ModelConfig, Parameters], texts: Sequence[Sequence[int]], new_tokens: int) -> Decoded:
+    """Greedy decoding of all texts together, one token per step and request."""
+    engine = Engine(*model, max_requests=len(texts), max_len=MAX_LEN, num_draft_tokens=1, drafter=NoDrafts())
     return Decoded(engine.generate(texts, new_tokens), engine.statistics)
 
 

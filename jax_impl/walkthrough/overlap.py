@@ -6,9 +6,14 @@ Columns are named as in the README: h1 … h(K-1) is the committed state, x0 …
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jax_impl import gather_windows
 from jax_impl.capacity import saving_table, times
 from jax_impl.layout import ConvCacheSpec, use_storage
 from jax_impl.walkthrough import show
+from jax_impl.walkthrough.rollback import as_integers
 from jax_impl.walkthrough.show import Picture, Table
 
 Window = tuple[str, ...]
@@ -55,6 +60,15 @@ def wanted_in_columns(width: int, parents: Sequence[int]) -> list[list[str]]:
             if value not in wanted[column]:
                 wanted[column].append(value)
     return wanted
+
+
+def slices_table(conv_windows: jax.Array, *, spec: ConvCacheSpec) -> Table:
+    """The state after every accepted count, as columns of the one row of a buffer of whole numbers."""
+    rows = []
+    for n in range(1, spec.num_draft_tokens + 1):
+        part, state = spec.window_columns(n), gather_windows(conv_windows, jnp.asarray([n], jnp.int32), spec=spec)
+        rows.append((n, f"{part.start} … {part.stop - 1}", as_integers(state)))
+    return Table(("accepted n", "columns", "state"), rows)
 
 
 def column_table(width: int, parents: Sequence[int]) -> Table:

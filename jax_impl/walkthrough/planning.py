@@ -1,8 +1,9 @@
 """Bytes of published models: what the pool and the verify buffer take, and how many requests fit."""
 
+import itertools
 from collections.abc import Sequence
 
-from jax_impl.capacity import GIB_BYTES, Capacity, capacity, gib, times
+from jax_impl.capacity import GIB_BYTES, Capacity, capacity, gib, saving, times
 from jax_impl.layout import ConvCacheSpec
 from jax_impl.presets import PRESETS, get_preset
 from jax_impl.walkthrough import show
@@ -96,6 +97,17 @@ def requests_that_fit(model: str, budget_gib: float, *, tp: int = 1, num_draft_t
     return dense, sliding
 
 
+def draft_tokens_above(width: int, ratio: float) -> int | None:
+    """The smallest D at which the shared buffer saves more than `ratio`; None when no D does, for it approaches K-1.
+
+    >>> draft_tokens_above(4, 2), draft_tokens_above(4, 3)
+    (5, None)
+    """
+    if ratio >= width - 1:
+        return None
+    return next(tokens for tokens in itertools.count(1) if saving(width, tokens) > ratio)
+
+
 def gib_picture(models: Sequence[str], *, tp: int = 1, num_draft_tokens: int = 4, most: int = 512) -> Picture:
     """GiB of the verify buffer against requests in flight, dense (dashed) and sliding (solid)."""
     figure, (axes,) = show.panels(7, 3.6)
@@ -109,4 +121,4 @@ def gib_picture(models: Sequence[str], *, tp: int = 1, num_draft_tokens: int = 4
     axes.set_ylim(bottom=0)
     title = f"verify buffer per rank at TP {tp}, D = {num_draft_tokens}, bfloat16"
     show.finish(axes, title, "requests in flight", "GiB (2^30 bytes)")
-    return show.picture(figure, f"{title}: straight lines through one row; sliding is half as steep as dense at K = 4.")
+    return show.picture(figure, f"{title}: straight lines; each sliding one is below its dense one.")

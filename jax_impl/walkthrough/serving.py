@@ -47,9 +47,7 @@ def list_step(
     """A pool and a buffer per layer, as lists; requests in slot 0 are padding."""
     buffers = []
     for state, buffer, weight in zip(states, windows, weights, strict=True):
-        y, buffer = causal_conv1d_verify(
-            hidden, state, buffer, weight, spec=spec, state_indices=slots, null_slot=0, activation="silu"
-        )
+        y, buffer = causal_conv1d_verify(hidden, state, buffer, weight, spec=spec, state_indices=slots, null_slot=0)
         hidden = hidden + y
         buffers.append(buffer)
     states = commit_conv_state(states, buffers, slots, accepted, spec=spec, null_slot=0)
@@ -162,7 +160,7 @@ class Program:
       results: what it returned.
       in_place: every donated buffer, on every device, is a buffer of the results.
       pool_copies: opcodes of its copies that are as large as the largest donated array of a device.
-      temp_share: temporary bytes over donated bytes.
+      temp_share: temporary bytes over donated bytes, of one device.
       collectives: opcodes with which devices speak to each other.
     """
 
@@ -177,7 +175,7 @@ def run_donated(step: Any, *arguments: Any, donate: Sequence[int]) -> Program:
     """Compiles a step for its arguments and runs it; those numbered in `donate` are used up."""
     leaves = jax.tree.leaves([arguments[index] for index in donate])
     before, shards = addresses(leaves), [shard.data.size for leaf in leaves for shard in leaf.addressable_shards]
-    num_bytes = sum(leaf.nbytes for leaf in leaves)
+    num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     compiled = jax.jit(step, donate_argnums=tuple(donate)).lower(*arguments).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
