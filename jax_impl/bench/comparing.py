@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax_impl.rollback import HybridCache
 ULP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 
 PREFILL_LENGTHS = (37, 2, 16, 30, 1)  # of the compared prompts: around the state's columns and the kernel's chunks
+ROLLBACKS = ((False, False), (False, True), (True, False), (True, True))  # recurrent state or not, tracked set or not
 
 Results = dict[str, np.ndarray]  # pools and buffer compare as integers, y within `_y_bound`
 Others = dict[str, Callable[[], Results]]  # by what is printed of them
@@ -42,7 +44,8 @@ def small(operation: str, order: AxisOrder) -> list[Point]:
     """Points that the interpreter runs in seconds; several sizes for `scaling`."""
     spec = ConvCacheSpec(2, 11, 6, 128, 4, 4, axis_order=order)
     if operation == "rollback":
-        return [Point(operation, dataclasses.replace(spec, conv_dim=len(rollback.PARTS) * 128), 5)]
+        of_parts = len(rollback.PARTS) * spec.conv_dim
+        return [Point(operation, dataclasses.replace(spec, conv_dim=of_parts, num_slots=7, max_requests=4), 3)]
     if operation != "scaling":
         return [Point(operation, spec, 5)]
     sizes = [{"conv_dim": 256}, {"num_slots": 7}, {"num_slots": 19}]
@@ -224,9 +227,9 @@ def _array(tensor: Any) -> np.ndarray:
 def _rollback_comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
     """Conv groups alone and with recurrent state, with one index set and two; in every form that is timed."""
     kernel = _kernel()
-    for recurrent in (False, True):
+    for recurrent, kinds in itertools.groupby(ROLLBACKS, key=lambda kind: kind[0]):
         arrays = rollback.random_arrays(point.spec, recurrent)
-        for track in (False, True):
+        for _, track in kinds:
             case = rollback.Case(point.spec, point.batch, 1, recurrent=recurrent, track=track)
             label = f"{'conv, recurrent' if recurrent else 'conv'}{', tracked' if track else ''}:"
             others: Others = {}
@@ -291,7 +294,7 @@ def _prefill_results(
 ) -> Results:
     """What one prefill leaves of x, pool and taps."""
     (slots,), _, _ = subjects.index_sets(case, 1)
-    lengths = np.resize(np.int32(PREFILL_LENGTHS), case.batch)
+    lengths = np.resize(np.asarray(PREFILL_LENGTHS, np.int32), case.batch)
     run = jax.jit(
         lambda x, pool, taps: causal_conv1d_prefill(
             x, pool, ConvWeight(taps), spec=case.spec, state_indices=slots, lengths=lengths,
