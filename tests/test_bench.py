@@ -557,8 +557,10 @@ def test_the_timed_prefills_make_every_call(bodies: list[Any], axis_order: Any) 
     cache, case = subjects.random_cache(spec), prefill.Case(spec, 2, 3, tokens=7)
     for continued in (False, True):
         prefill.jax_prefill(case, cache, "xla", continued=continued)
-    ((pool, fresh), calls), ((same_pool, carried), _) = bodies
+    prefill.jax_prefill(case, jax.tree.map(jax.numpy.zeros_like, cache), "xla", continued=True)
+    ((pool, fresh), calls), ((same_pool, carried), _), ((_, from_zeros), _) = bodies
     assert calls == 3
+    np.testing.assert_allclose(fresh, from_zeros, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)  # compiled apart
     assert_same_bits(np.asarray(pool), np.asarray(same_pool))
     expected = np.array(cache.conv_state)
     slots, _, _ = subjects.index_sets(case, 3)
