@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_impl demo` and `python -m jax_impl plan`.
+"""The command line: `python -m jax_impl demo`, `generate`, `plan` and `bench`.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args) -> exit code`, listed in `SUBCOMMANDS`. All of
 them are imported to build the help text, so such a module imports an array framework inside `run` only.
@@ -16,11 +16,11 @@ from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model
 from jax_impl.capacity import capacity, gib, times
-from jax_impl.demo import print_table
 from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
 from jax_impl.presets import PRESETS, ConvPart, Preset
+from jax_impl.tables import print_table
 
-SUBCOMMANDS = ("jax_impl.demo", "jax_impl.bench.cli")
+SUBCOMMANDS = ("jax_impl.demo", "jax_impl.model.cli", "jax_impl.bench.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,31 +1,36 @@
-"""`python -m jax_impl demo`: a published model's cache, run and checked against two other ways to get the same bits.
+"""`python -m jax_impl demo`: a published model's cache, checked bit for bit, and a tiny model decoded with it.
 
-Prompts are prefilled; then every step verifies D draft tokens per request, accepts a random number of them, nothing
-and everything included, and commits. After the prefill and after every step the pool is compared, as integers, with
+The first half is a model's cache without the model. Prompts are prefilled; then every step verifies D draft tokens per
+request, accepts a random number of them, nothing and everything included, and commits. After the prefill and after
+every step the pool is compared, as integers, with
 
     a definition in NumPy loops, written here, that shares no code with the package, and
     a second pool that decodes the accepted tokens one at a time with `causal_conv1d_update`.
 
 Each batch has one padding row, and slots that no request owns hold random bits which must stay as they are. The layers
-run inside one jitted step with a donated cache, as in a serving engine. The memory table closes the run.
+run inside one jitted step with a donated cache, as in a serving engine.
+
+The second half decodes with it: four requests of a small random checkpoint, speculatively, whose tokens must be those
+of greedy decoding. The memory table closes the run.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jax_impl.arguments import CliError, not_negative, positive, published_model
+from jax_impl.arguments import not_negative, positive, published_model
 from jax_impl.capacity import Capacity, PublishedRow, SavingRow, capacity, gib, published_table, saving_table, times
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, STORAGES, ConvCacheSpec
+from jax_impl.model.cli import print_statistics, require_safetensors
 from jax_impl.presets import Preset
+from jax_impl.tables import print_table, progress, require_rich
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
@@ -46,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a published model's cache and check every step bit for bit",
         description="Allocates a published model's geometry, runs verify and commit steps with random acceptance and "
         "compares the pool bit for bit with a NumPy definition and with one-token decoding after every step. "
-        "Exit code 1 on any difference.",
+        "Then a tiny checkpoint is decoded speculatively and greedily. Exit code 1 on any difference.",
     )
     option = parser.add_argument
     option("--model", type=published_model, default="Qwen3.5-0.8B", metavar="NAME", help="default: %(default)s")
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns the exit code."""
     if not args.json:
         require_rich()
+    require_safetensors()
     preset: Preset = args.model
     spec = preset.spec(
         num_slots=1 + args.requests + SPARE_SLOTS,
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_large(spec, args)
     start = time.perf_counter()
     counts: dict[int, int] = dict.fromkeys(range(args.draft_tokens + 1), 0)
-    with _progress(args.steps, hidden=args.json) as advance:
+    with progress("verify + commit", args.steps, hidden=args.json) as advance:
         mismatch = simulate(
             preset,
             spec,
@@ -93,11 +99,18 @@ def run(args: argparse.Namespace) -> int:
             advance=advance,
         )
     seconds = time.perf_counter() - start
+    decoded = None
+    if mismatch is None:  # after a difference there is nothing to show
+        from jax_impl.model import example
+
+        decoded = example.run(args.implementation)
     if args.json:
-        print(json.dumps(_report(preset, spec, args, counts, seconds, mismatch)))
+        report = _report(preset, spec, args, counts, seconds, mismatch)
+        whole = decoded is not None and decoded.mismatch is None
+        print(json.dumps(report | {"ok": whole, "decoding": decoded and decoded.report()}))
     else:
-        _print_report(preset, spec, args, counts, seconds, mismatch)
-    return 0 if mismatch is None else 1
+        _print_report(preset, spec, args, counts, seconds, mismatch, decoded)
+    return 0 if decoded is not None and decoded.mismatch is None else 1
 
 
 def run_bytes(spec: ConvCacheSpec) -> int:
@@ -482,60 +495,6 @@ def _by_column(state: np.ndarray, spec: ConvCacheSpec) -> np.ndarray:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def require_rich() -> None:
-    """Raises `CliError` when rich is not installed."""
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        raise CliError(
-            'tables need `rich`, which is not installed: pip install "specconv[cli]". --json works without it.'
-        ) from None
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> None:
-    """Prints a table to stdout; the first column is text, the others are numbers."""
-    require_rich()
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):  # in a narrow terminal numbers fold, none of their digits is cut off
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
-@contextlib.contextmanager
-def _progress(steps: int, hidden: bool):
-    """A progress bar on stderr; yields the function that advances it by one step.
-
-    It appears with the first step, so that a run that is refused prints the error and nothing else.
-    """
-    if hidden:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    progress, started = Progress(console=Console(stderr=True)), False
-    task = progress.add_task("verify + commit", total=steps)
-
-    def advance() -> None:
-        nonlocal started
-        if not started:
-            progress.start()
-            started = True
-        progress.advance(task)
-
-    try:
-        yield advance
-    finally:
-        if started:
-            progress.stop()
-
-
 def _saving_text(ratio: Fraction) -> str:
     return f"{times(ratio)}, no saving" if ratio == 1 else times(ratio)
 
@@ -588,6 +547,7 @@ def _print_report(
     counts: dict[int, int],
     seconds: float,
     mismatch: Mismatch | None,
+    decoded: Any,
 ) -> None:
     if mismatch is not None:
         print(f"FAILED: {mismatch}", file=sys.stderr)
@@ -600,6 +560,11 @@ def _print_report(
             f"one-token decoding, in {seconds:.1f} s.\n"
             f"Accepted tokens: {accepted}; one padding row per step.\n"
         )
+    if decoded is not None and decoded.mismatch is not None:
+        print(f"FAILED: {decoded.mismatch}", file=sys.stderr)
+    elif decoded is not None:
+        print(decoded)
+        print_statistics(decoded.statistics, stderr=False)
     size = capacity(spec)
     table: list[tuple[str, int, int, int, Capacity | PublishedRow]] = [
         (r.model, r.tp, r.max_requests, r.num_draft_tokens, r) for r in published_table()

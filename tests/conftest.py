@@ -5,6 +5,8 @@ the compiled paths; Triton decides between its compiler and its interpreter once
 """
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "path" in metafunc.fixturenames and not named:
         every = [pytest.param(name, marks=marks) for name, marks in adapters.PATHS.items()]
         metafunc.parametrize("path", every, indirect=True)
+
+
+@pytest.fixture
+def fresh_steps() -> Iterator[None]:
+    """Decoding steps are traced anew with what a test has planted, and forgotten after it."""
+    from jax_impl.model import decode
+
+    step: Any = decode.verify_step
+    step.clear_cache()
+    yield
+    step.clear_cache()
 
 
 @pytest.fixture

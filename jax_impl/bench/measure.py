@@ -16,7 +16,7 @@ from jax_impl.bench.subjects import Case, Subject
 from jax_impl.cache import ConvCache
 from jax_impl.layout import ConvCacheSpec
 
-XLA_CALLS = 2  # XLA compiles each call anew; where two fit the cache, that is in its favour
+XLA_CALLS = 10  # XLA compiles each call anew; with fewer, what a turn of the loop costs would show
 REPEATS = {"commit": 20, "verify": 20, "step": 10, "rollback": 5, "prefill": 5, "compile": 1, "scaling": 10}
 SCALING_BATCH = 64
 SCALING = {"conv_dim": (1024, 2048, 4096, 8192, 16384), "num_slots": (64, 512, 2048, 8192)}

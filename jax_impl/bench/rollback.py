@@ -66,7 +66,7 @@ class Case(subjects.Case):
 
 
 def rotating(case: Case) -> Case:
-    """The case with as many calls as outgrow the cache."""
+    """The case with calls enough for a run."""
     return dataclasses.replace(case, calls=subjects.distinct_calls(case.rollback_bytes, MOST_CALLS))
 
 
@@ -149,8 +149,8 @@ FORMS: dict[str, Callable[..., HybridCache]] = {
 
 
 def forms(case: Case) -> tuple[str, ...]:
-    """The forms that a case is measured in: layers apart without recurrent state only."""
-    return tuple(form for form in FORMS if not (case.recurrent and form == "lists_per_layer"))
+    """The forms that a case is measured in: layers apart, which take long to compile, with one set of conv groups."""
+    return tuple(form for form in FORMS if form != "lists_per_layer" or not (case.recurrent or case.track))
 
 
 def form_and_cache(

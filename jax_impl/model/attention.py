@@ -1,0 +1,100 @@
+"""Gated full attention on cached keys and values.
+
+The cache is `[full layers, slots, max_len, kv_heads, head_dim]`. A step writes its tokens at the sequence's own length
+and reads up to there, so rejected tokens are overwritten by the next step: the length alone rolls it back.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_impl.model.config import ModelConfig
+from jax_impl.model.mixers import matmul, rms_norm
+from jax_impl.model.weights import FullAttention
+
+
+def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[B, T, 1, rotary_dim]` float32 of positions `[B, T]`."""
+    exponents = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
+    frequencies = 1.0 / jnp.float32(config.rope_theta) ** exponents
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the leading channels of heads `[B, T, heads, head_dim]`: pairs are half of them apart."""
+    cos, sin = angles
+    turned, kept = jnp.split(x.astype(jnp.float32), [cos.shape[-1]], axis=-1)
+    first, second = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return jnp.concatenate([turned, kept], axis=-1).astype(x.dtype)
+
+
+def project(
+    weights: FullAttention, config: ModelConfig, x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """q, its gate `[B, T, heads, head_dim]`, k and v `[B, T, kv_heads, head_dim]` of the input `[B, T, hidden]`."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    rows = [2 * heads * dim, (2 * heads + kv_heads) * dim]
+    q_gate, k, v = jnp.split(matmul(x, weights.qkv_proj), rows, axis=-1)
+    q, gate = jnp.split(q_gate.reshape(*x.shape[:2], heads, 2 * dim), 2, axis=-1)
+    k, v = (part.reshape(*x.shape[:2], kv_heads, dim) for part in (k, v))
+    angles = rotary_angles(config, positions)
+    q = rotate(rms_norm(q, weights.q_norm, config.norm_eps), angles)
+    k = rotate(rms_norm(k, weights.k_norm, config.norm_eps), angles)
+    return q, gate, k, v
+
+
+def attend(
+    weights: FullAttention,
+    q: jax.Array,
+    gate: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    num_keys: jax.Array,
+) -> jax.Array:
+    """Attention of q over all keys at or before each token's position, gated and projected: `[B, T, hidden]`.
+
+    Args:
+      weights: of the layer.
+      q, gate: `[B, T, heads, head_dim]`.
+      keys, values: `[B, M, kv_heads, head_dim]`; key m is at position m.
+      positions: int32 `[B, T]`, at least 0.
+      num_keys: int32 `[B]`, keys that this sequence has written; those behind them may hold anything.
+    """
+    batch, tokens, heads, dim = q.shape
+    groups = heads // keys.shape[2]
+    at = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    visible = at[None, None, :] <= positions[:, :, None]  # [B, T, M]
+    written = (at[None, :] < num_keys[:, None])[:, :, None, None]
+    values = jnp.where(written, values, jnp.zeros_like(values))  # a weight of zero times an old NaN would be a NaN
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(batch, tokens, keys.shape[2], groups, dim)
+    scores = jnp.einsum("btkgd,bmkd->bkgtm", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
+    share = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    mixed = jnp.einsum("bkgtm,bmkd->btkgd", share, values, precision=precision)
+    mixed = mixed.reshape(batch, tokens, heads, dim) * jax.nn.sigmoid(gate)
+    return matmul(mixed.reshape(batch, tokens, heads * dim), weights.out_proj)
+
+
+def write_tokens(
+    cache: jax.Array, fresh: jax.Array, layer: int, slots: jax.Array, positions: jax.Array, is_valid: jax.Array
+) -> jax.Array:
+    """Writes k or v `[B, T, kv_heads, head_dim]` at each token's position; tokens that are not valid write nothing.
+
+    A write that must not happen goes past the last position, where it is dropped, each to a place of its own: negative
+    ones would wrap, and without the promise of unique places GPUs scatter 16-bit elements by compare-and-swap.
+    """
+    past_the_end = jnp.int32(cache.shape[2]) + lax.iota(jnp.int32, positions.size).reshape(positions.shape)
+    at = jnp.where(is_valid, positions, past_the_end)
+    rows = jnp.broadcast_to(jnp.maximum(slots, 0)[:, None], at.shape)
+    return cache.at[layer, rows, at].set(fresh, mode="drop", unique_indices=True)
+
+
+def read_slots(cache: jax.Array, layer: int, slots: jax.Array) -> jax.Array:
+    """Keys or values `[B, M, kv_heads, head_dim]` of slots; a slot outside the pool reads slot 0."""
+    inside = (slots >= 0) & (slots < cache.shape[1])
+    return cache[layer, jnp.where(inside, slots, 0)]

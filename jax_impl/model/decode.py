@@ -1,0 +1,493 @@
+"""Greedy decoding of many requests at once, speculative and exact.
+
+One jitted step with a donated state does everything that a step is:
+
+    draft → block [last token, drafts] → verify in every layer → accept the drafts that greedy decoding agrees with
+          → one `commit_after_verify` of all layers' states → append the accepted tokens and the bonus token
+
+    n = 1 + the drafts before the first that differs from the argmax behind its predecessor
+
+A slot's states hold all tokens of its history but the last. The step stops a sequence at a stop token or at its budget
+by itself, so that many steps can be launched without waiting for one; between steps requests join and leave.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl.checks import Implementation
+from jax_impl.layout import AxisOrder, Problems, Storage
+from jax_impl.model import hybrid
+from jax_impl.model.config import ModelConfig
+from jax_impl.model.drafters import CorruptedReplay, Drafter, PromptLookup
+from jax_impl.model.hybrid import ModelCache
+from jax_impl.model.weights import Parameters
+from jax_impl.rollback import commit_after_verify
+
+SHORTEST_PREFILL = 32  # prompts are padded to a power of two of at least this many tokens, so that programs are few
+
+
+class OutOfSlotsError(RuntimeError):
+    """There is no free slot or no free row for a request. Nothing has changed; wait until a request leaves."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What lives on the device between steps, by slot.
+
+    Attributes:
+      cache: the states of all layers.
+      history: int32 `[C, max_len]`, prompt and generated tokens.
+      lengths: int32 `[C]`, tokens in `history`; the last of them has not been through the model yet.
+      remaining: int32 `[C]`, tokens that may still be generated; 0 when finished.
+      step: int32 scalar, steps so far.
+    """
+
+    cache: ModelCache
+    history: jax.Array
+    lengths: jax.Array
+    remaining: jax.Array
+    step: jax.Array
+
+
+class StepResult(NamedTuple):
+    """What a step did, per row: the new tokens `[R, D]`, -1 from `accepted` on; accepted n and verified v `[R]`."""
+
+    tokens: jax.Array
+    accepted: jax.Array
+    verified: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("config", "stop_token_ids", "implementation"), donate_argnames="state")
+def verify_step(
+    parameters: Parameters,
+    state: DecodeState,
+    drafter: Drafter,
+    slots: jax.Array,
+    *,
+    config: ModelConfig,
+    stop_token_ids: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, StepResult]:
+    """One step of all rows.
+
+    Args:
+      parameters: of the model.
+      state: donated.
+      drafter: proposes up to D - 1 tokens per row.
+      slots: int32 `[R]`, the slot of each row's request, or -1 where there is none.
+      config, stop_token_ids, implementation: static.
+
+    Returns:
+      The state, and what happened in each row: nothing where there is no request, or a finished one.
+    """
+    tokens_per_step = state.cache.spec.num_draft_tokens
+    live = (slots >= 0) & (slots < state.lengths.shape[0])
+    inside = jnp.where(live, slots, 0)
+    history, lengths = state.history[inside], state.lengths[inside]
+    remaining = jnp.where(live, state.remaining[inside], 0)
+
+    drafts = drafter.propose(history, lengths, inside, state.step, tokens_per_step - 1)
+    verified = jnp.minimum(1 + jnp.clip(drafts.count, 0, tokens_per_step - 1), remaining)
+    last = jnp.take_along_axis(history, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
+    block = jnp.concatenate([last, drafts.tokens], axis=1)
+    position = jnp.arange(tokens_per_step, dtype=jnp.int32)[None, :]
+    block = jnp.where(position < verified[:, None], block, 0)
+
+    hidden, cache, step_states = hybrid.verify(
+        parameters, config, state.cache, block, verified, lengths - 1, slots, implementation=implementation
+    )
+    greedy = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
+    accepted, is_stop = _accept(block, greedy, verified, stop_token_ids)
+    committed = commit_after_verify(
+        cache.hybrid, slots, accepted, step_states=step_states, num_valid_tokens=verified,
+        implementation=implementation,
+    )  # fmt: skip
+
+    new = position < accepted[:, None]
+    nowhere = jnp.int32(state.history.shape[1]) + position  # past the end, where writes are dropped
+    places = jnp.where(new, lengths[:, None] + position, nowhere)
+    stopped = jnp.any(is_stop & new, axis=1)
+    left = jnp.where(stopped, 0, remaining - accepted)
+    rows = jnp.where(live, slots, state.lengths.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32))
+    state = DecodeState(
+        cache=dataclasses.replace(cache, hybrid=committed),
+        history=state.history.at[rows[:, None], places].set(greedy, mode="drop"),
+        lengths=state.lengths.at[rows].add(accepted, mode="drop"),
+        remaining=state.remaining.at[rows].set(left, mode="drop"),
+        step=state.step + 1,
+    )
+    return state, StepResult(jnp.where(new, greedy, -1), accepted, verified)
+
+
+def _accept(
+    block: jax.Array, greedy: jax.Array, verified: jax.Array, stop_token_ids: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """n of each row, and which of the greedy tokens are stop tokens; nothing is accepted behind a stop token."""
+    position = jnp.arange(1, block.shape[1], dtype=jnp.int32)[None, :]
+    agrees = (block[:, 1:] == greedy[:, :-1]) & (position < verified[:, None])
+    is_stop = _is_stop(greedy, stop_token_ids)
+    agrees &= ~is_stop[:, :-1]
+    accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return jnp.minimum(accepted, verified), is_stop
+
+
+def _is_stop(tokens: jax.Array, stop_token_ids: tuple[int, ...]) -> jax.Array:
+    return functools.reduce(jnp.logical_or, (tokens == stop for stop in stop_token_ids), jnp.zeros(tokens.shape, bool))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "stop_token_ids", "implementation"), donate_argnames="state")
+def prefill_step(
+    parameters: Parameters,
+    state: DecodeState,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    slots: jax.Array,
+    budgets: jax.Array,
+    *,
+    config: ModelConfig,
+    stop_token_ids: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, jax.Array]:
+    """Runs prompts int32 `[B, T]` into their slots and samples each one's first token, int32 `[B]`.
+
+    Everything of the slots is replaced. A row with length 0 and slot -1 is padding.
+    """
+    hidden, cache = hybrid.prefill(
+        parameters, config, state.cache, prompts, lengths, slots, implementation=implementation
+    )
+    newest = jnp.maximum(lengths - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
+    first = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
+    stopped = _is_stop(first, stop_token_ids)
+    count, max_len = state.history.shape
+    position = jnp.arange(max_len, dtype=jnp.int32)[None, :]
+    padded = jnp.pad(prompts, ((0, 0), (0, max(0, max_len - prompts.shape[1]))))[:, :max_len]
+    history = jnp.where(position < lengths[:, None], padded, 0)
+    history = jnp.where(position == lengths[:, None], first[:, None], history)
+    rows = jnp.where(slots >= 0, slots, count + jnp.arange(slots.shape[0], dtype=jnp.int32))
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        history=state.history.at[rows].set(history, mode="drop"),
+        lengths=state.lengths.at[rows].set(lengths + 1, mode="drop"),
+        remaining=state.remaining.at[rows].set(jnp.where(stopped, 0, budgets - 1), mode="drop"),
+    )
+    return state, first
+
+
+def cache_bytes(config: ModelConfig, dtype: str, *, max_requests: int, max_len: int, num_draft_tokens: int) -> int:
+    """Bytes of an engine's cache with one slot per request, and of the recurrent states that a step makes."""
+    cache = jax.eval_shape(
+        lambda: hybrid.allocate_model_cache(
+            config, dtype, num_slots=max_requests, max_requests=max_requests, max_len=max_len,
+            num_draft_tokens=num_draft_tokens,
+        )
+    )  # fmt: skip
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    recurrent = cache.hybrid.recurrent_state
+    return sum(sizes) + num_draft_tokens * recurrent.size * recurrent.dtype.itemsize
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Request:
+    """One sequence being decoded: its prompt, what was generated so far, and where it lives.
+
+    `finish_reason` is "stop" behind a stop token, "length" at the budget, and None before.
+    """
+
+    identity: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    row: int
+    slot: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counts over requests and steps; prefill and the first token, which it samples, are not in them.
+
+    Attributes:
+      steps: launched steps. request_steps: steps of one request each.
+      tokens: generated tokens, n of each request step, the bonus token included.
+      histogram: how often each n occurred, 1 … D.
+      proposed, accepted: by draft position 1 … D - 1, how often a draft was verified there, and accepted.
+      seconds: from each step's launch until its tokens were here.
+    """
+
+    num_draft_tokens: int
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    histogram: list[int] = dataclasses.field(init=False)
+    proposed: list[int] = dataclasses.field(init=False)
+    accepted: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.histogram = [0] * self.num_draft_tokens
+        self.proposed = [0] * (self.num_draft_tokens - 1)
+        self.accepted = [0] * (self.num_draft_tokens - 1)
+
+    def add(self, accepted: Sequence[int], verified: Sequence[int]) -> None:
+        """Counts one step of all rows; rows without a request have n = 0."""
+        self.steps += 1
+        for n, v in zip(accepted, verified, strict=True):
+            if n < 1:
+                continue
+            self.tokens += n
+            self.histogram[n - 1] += 1
+            for draft in range(v - 1):
+                self.proposed[draft] += 1
+                self.accepted[draft] += draft < n - 1
+
+    @property
+    def request_steps(self) -> int:
+        """Steps of one request each."""
+        return sum(self.histogram)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Generated tokens / request steps: the bonus token counts, so plain decoding has 1."""
+        return self.tokens / self.request_steps if self.request_steps else 0.0
+
+    @property
+    def position_rates(self) -> list[float]:
+        """By draft position, accepted / verified drafts."""
+        return [got / all_ if all_ else 0.0 for got, all_ in zip(self.accepted, self.proposed, strict=True)]
+
+
+class Progress(NamedTuple):
+    """New tokens of one request, after it joined or after a step."""
+
+    request: Request
+    tokens: list[int]
+
+
+class Engine:
+    """Decodes requests in slots of one cache.
+
+    Args:
+      config, parameters: the model.
+      max_requests: rows of a step, requests in flight R.
+      num_slots: slots C of the cache; None means one per row.
+      max_len: tokens of one sequence, prompt and generated.
+      num_draft_tokens: D, tokens verified per step and request.
+      drafter: None means prompt lookup.
+      stop_token_ids: None means the checkpoint's.
+      axis_order, storage: of the convolution's cache. implementation: of its operations.
+
+    Raises:
+      ValueError: a size does not fit the model or the other sizes.
+
+    Example:
+      >>> from jax_impl.model.tiny import tiny_model
+      >>> engine = Engine(*tiny_model(), max_requests=2, max_len=32)
+      >>> [len(tokens) for tokens in engine.generate([[5, 6], [7, 8, 9], [5]], max_new_tokens=4)]
+      [4, 4, 4]
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        *,
+        max_requests: int = 8,
+        num_slots: int | None = None,
+        max_len: int = 512,
+        num_draft_tokens: int = 4,
+        drafter: Drafter | None = None,
+        stop_token_ids: tuple[int, ...] | None = None,
+        axis_order: AxisOrder = "time_major",
+        storage: Storage = "sliding",
+        implementation: Implementation | None = None,
+    ) -> None:
+        num_slots = max_requests if num_slots is None else num_slots
+        problems = Problems()
+        if not 2 <= max_len <= config.max_positions:
+            problems.add("max_len", f"2 to the model's {config.max_positions} positions", max_len)
+        if max_requests < 1:
+            problems.add("max_requests", "at least 1", max_requests)
+        problems.raise_if_any()
+        self.config, self.parameters, self.max_len = config, parameters, max_len
+        self.drafter: Drafter = PromptLookup() if drafter is None else drafter
+        self.stop_token_ids = config.stop_token_ids if stop_token_ids is None else stop_token_ids
+        self.implementation: Implementation | None = implementation
+        cache = hybrid.allocate_model_cache(
+            config, str(parameters.embedding.dtype), num_slots=num_slots, max_requests=max_requests, max_len=max_len,
+            num_draft_tokens=num_draft_tokens, axis_order=axis_order, storage=storage,
+        )  # fmt: skip
+        by_slot = functools.partial(jnp.zeros, dtype=jnp.int32)
+        self.state = DecodeState(
+            cache, by_slot((num_slots, max_len)), by_slot(num_slots), by_slot(num_slots), jnp.int32(0)
+        )
+        self.requests: dict[int, Request] = {}
+        self.statistics = Statistics(num_draft_tokens)
+        self._rows = list(range(max_requests))
+        self._free_slots = collections.deque(range(num_slots))  # oldest first, so that slots and rows drift apart
+        self._slots_of_rows = jnp.full((max_requests,), -1, jnp.int32)
+        self._next_identity = 0
+
+    @property
+    def free(self) -> int:
+        """Requests that can join now."""
+        return min(len(self._rows), len(self._free_slots))
+
+    def check_request(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Raises `ValueError` for a request that can never be served."""
+        problems = Problems()
+        bad = [token for token in prompt if not 0 <= token < self.config.vocab_size]
+        if not len(prompt):
+            problems.add("prompt", "at least one token", "none")
+        if bad:
+            problems.add("prompt", f"tokens from 0 to vocab_size - 1 = {self.config.vocab_size - 1}", bad[0])
+        if max_new_tokens < 1:
+            problems.add("max_new_tokens", "at least 1", max_new_tokens)
+        elif len(prompt) + max_new_tokens > self.max_len:
+            got = f"a prompt of {len(prompt)} and max_new_tokens = {max_new_tokens}"
+            problems.add("max_len", f"at least {len(prompt) + max_new_tokens} tokens", self.max_len, f"There is {got}.")
+        problems.raise_if_any()
+
+    def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> list[Progress]:
+        """Requests join: their prompts run into free slots, and each one's first token is sampled.
+
+        Args:
+          prompts: tokens of each request, at least one.
+          max_new_tokens: of all requests or of each.
+
+        Returns:
+          The requests with their first tokens; one that is finished by it has left already.
+
+        Raises:
+          OutOfSlotsError: there are fewer free slots or rows than prompts; no request joined.
+          ValueError: a prompt is empty, has tokens that the model does not know, or does not fit `max_len`.
+        """
+        budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        for prompt, budget in zip(prompts, budgets, strict=True):
+            self.check_request(prompt, budget)
+        if len(prompts) > self.free:
+            raise OutOfSlotsError(
+                f"`prompts`: expected at most {self.free} requests, got {len(prompts)}: {len(self._free_slots)} slots "
+                f"and {len(self._rows)} rows are free. Add them when others have left."
+            )
+        if not prompts:
+            return []
+        joined = []
+        for prompt, budget in zip(prompts, budgets, strict=True):
+            row, slot = self._rows.pop(0), self._free_slots.popleft()
+            request = Request(self._next_identity, tuple(int(t) for t in prompt), int(budget), row, slot)
+            self.requests[request.identity], self._next_identity = request, self._next_identity + 1
+            joined.append(request)
+        self._place()
+        batch = min(_power_of_two(len(joined)), self._slots_of_rows.shape[0])
+        length = _power_of_two(max(SHORTEST_PREFILL, *(len(request.prompt) for request in joined)))
+        tokens, ints = np.zeros((batch, length), np.int32), np.tile(np.asarray([[0], [-1], [0]], np.int32), (1, batch))
+        for index, request in enumerate(joined):
+            tokens[index, : len(request.prompt)] = request.prompt
+            ints[:, index] = len(request.prompt), request.slot, request.max_new_tokens
+        self.state, first = prefill_step(
+            self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids,
+            implementation=self.implementation,
+        )  # fmt: skip
+        sampled = np.asarray(first)[: len(joined)].tolist()
+        return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
+
+    def replay(self, request: Request, tokens: Sequence[int]) -> None:
+        """Tells a `CorruptedReplay` what a request is going to generate."""
+        assert isinstance(self.drafter, CorruptedReplay)
+        self.drafter = self.drafter.remember(request.slot, [*request.prompt, *tokens])
+
+    def step(self) -> list[Progress]:
+        """One step of all requests: their new tokens. A request that is finished by it has left."""
+        start = time.perf_counter()
+        progress = self.collect(self.launch())
+        self.statistics.seconds += time.perf_counter() - start
+        return progress
+
+    def warm_up(self) -> None:
+        """Compiles the step by taking one without requests, so that it does not count as time of the first step."""
+        assert not self.requests
+        jax.block_until_ready(self.launch())
+
+    def launch(self) -> StepResult:
+        """Starts a step and does not wait for it; `collect` its result, in order, before requests join or leave."""
+        self.state, result = verify_step(
+            self.parameters, self.state, self.drafter, self._slots_of_rows, config=self.config,
+            stop_token_ids=self.stop_token_ids, implementation=self.implementation,
+        )  # fmt: skip
+        return result
+
+    def collect(self, result: StepResult) -> list[Progress]:
+        """Waits for a launched step and hands out its tokens."""
+        tokens, accepted, verified = jax.device_get(result)
+        self.statistics.add(accepted.tolist(), verified.tolist())
+        return [
+            self._receive(request, tokens[request.row, : accepted[request.row]].tolist())
+            for request in list(self.requests.values())
+            if accepted[request.row]
+        ]
+
+    def leave(self, request: Request) -> None:
+        """A request leaves, finished or not; its slot and row are free for others."""
+        del self.requests[request.identity]
+        self._rows = sorted([*self._rows, request.row])
+        self._free_slots.append(request.slot)
+        self._place()
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
+    ) -> Iterator[tuple[int, Progress]]:
+        """Decodes any number of prompts, which join as slots become free: (index of the prompt, its new tokens)."""
+        budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        for prompt, budget in zip(prompts, budgets, strict=True):
+            self.check_request(prompt, budget)
+        index_of: dict[int, int] = {}
+        waiting = collections.deque(range(len(prompts)))
+        while waiting or index_of.keys() & self.requests.keys():
+            joining = [waiting.popleft() for _ in range(min(self.free, len(waiting)))]
+            joined = self.add([prompts[index] for index in joining], [budgets[index] for index in joining])
+            index_of.update((new.request.identity, index) for new, index in zip(joined, joining, strict=True))
+            yield from ((index_of[new.request.identity], new) for new in joined)
+            for new in self.step() if self.requests else []:
+                if new.request.identity in index_of:  # others may be decoding beside these
+                    yield index_of[new.request.identity], new
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> list[list[int]]:
+        """The generated tokens of each prompt."""
+        generated: list[list[int]] = [[] for _ in prompts]
+        for index, new in self.stream(prompts, max_new_tokens):
+            generated[index].extend(new.tokens)
+        return generated
+
+    def _receive(self, request: Request, tokens: list[int]) -> Progress:
+        request.tokens.extend(tokens)
+        if tokens[-1] in self.stop_token_ids:
+            request.finish_reason = "stop"
+        elif len(request.tokens) >= request.max_new_tokens:
+            request.finish_reason = "length"
+        if request.finish_reason:
+            self.leave(request)
+        return Progress(request, tokens)
+
+    def _place(self) -> None:
+        """Tells the device which request is in which row."""
+        slots = np.full(self._slots_of_rows.shape, -1, np.int32)
+        for request in self.requests.values():
+            slots[request.row] = request.slot
+        self._slots_of_rows = jnp.asarray(slots)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
