@@ -32,7 +32,7 @@ class Case(subjects.Case):
 
 
 def rotating(spec: ConvCacheSpec, batch: int, tokens: int) -> Case:
-    """A point with as many calls as outgrow the cache, at most one a layer."""
+    """A point with calls enough for a run, at most one a layer."""
     case = Case(spec, batch, 1, tokens=tokens)
     return dataclasses.replace(case, calls=subjects.distinct_calls(case.prefill_bytes, max(2, spec.num_layers)))
 

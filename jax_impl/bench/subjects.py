@@ -22,7 +22,7 @@ from jax_impl.conv import ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
 LOOPS = 8
-WORKING_SET_BYTES = 192 * 2**20  # that the distinct calls of one run move together: several times what a cache holds
+TURN_BYTES = 2**30  # that the distinct calls of one run move together: more than a cache holds, and a loop's turn costs
 TORCH_DEVICE = "cuda"
 
 
@@ -89,8 +89,8 @@ def index_sets(case: Case, count: int) -> tuple[list[np.ndarray], list[np.ndarra
 
 
 def distinct_calls(num_bytes: int, most: int) -> int:
-    """How many calls of `num_bytes` each a run needs to outgrow the cache: 2 … `most`."""
-    return max(2, min(most, -(-WORKING_SET_BYTES // num_bytes)))
+    """How many calls of `num_bytes` each move `TURN_BYTES` together: 2 … `most`."""
+    return max(2, min(most, -(-TURN_BYTES // num_bytes)))
 
 
 def random_cache(spec: ConvCacheSpec, seed: int = 0) -> ConvCache:
