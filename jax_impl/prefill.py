@@ -249,7 +249,7 @@ def _convolve_chunk(
     if is_first:
         fresh = read(inputs["x_in"], request, count=plan.tokens)
         fresh = [value.astype(spec.dtype) for value in fresh]
-        state = _first_state(inputs, conv_state_out, (request, slot, layer, channels), fresh[0], plan=plan)
+        state = _first_state(inputs, conv_state_out, (request, slot, layer, channels), plan=plan)
         last = _last_inputs(inputs, (request, length, channels), plan=plan)
         columns = state[spec.state_columns - history :] + fresh
         newest = [_newest(state, last, length, column) for column in range(spec.state_columns)]
@@ -266,12 +266,12 @@ def _convolve_chunk(
     store_runs(y_out, (request, span(start, plan.tokens), channels), outputs, *how)
 
 
-def _first_state(
-    inputs: dict[str, Any], conv_state_out: Any, place: tuple[Any, ...], example: jax.Array, *, plan: Plan
-) -> list[jax.Array]:
-    """The S columns before a prompt: its slot's if it continues, else zeros. `example` has a column's layout."""
+def _first_state(inputs: dict[str, Any], conv_state_out: Any, place: tuple[Any, ...], *, plan: Plan) -> list[jax.Array]:
+    """The S columns before a prompt: its slot's if it continues, else zeros."""
+    from jax_impl.pallas_backend import zeros
+
     request, slot, layer, channels = place
-    nothing = jnp.zeros_like(example)
+    nothing = zeros(plan.block, plan.spec.dtype, plan.vector, plan.interpret)
     if "continues_in" not in inputs:
         return [nothing] * plan.spec.state_columns
     continues = inputs["continues_in"][request] != 0

@@ -22,7 +22,9 @@ from jax import lax
 
 from jax_impl import (
     ConvCache,
+    ConvWeight,
     HybridCache,
+    causal_conv1d_prefill,
     causal_conv1d_update,
     causal_conv1d_verify,
     commit_after_verify,
@@ -323,3 +325,53 @@ def test_the_update_kernel_is_in_place(h200: Any, axis_order: Any, dtype: str) -
     program = compiled(step, h200, *arrays)
     assert_in_place(program, spec)
     assert len(custom_calls(program)) == 1
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 512])
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+@both_orders
+def test_prefill_is_one_launch_in_place(h200: Any, axis_order: Any, ragged: bool, continues: bool, tokens: int) -> None:
+    """Prompts shorter than the state too, whose oldest columns are then known to be zero or the slot's."""
+    spec = ConvCacheSpec(30, 65, 64, 8192, 4, 4, axis_order=axis_order)
+
+    def prompt(pool: Any, x: Any, taps: Any, slots: Any, lengths: Any, carried: Any) -> Any:
+        return causal_conv1d_prefill(
+            x,
+            pool,
+            ConvWeight(taps),
+            spec=spec,
+            state_indices=slots,
+            layer=7,
+            lengths=lengths if ragged else None,
+            has_initial_state=carried if continues else None,
+            implementation="pallas",
+        )
+
+    shapes = [(spec.state_shape, spec.dtype), ((4, tokens, 8192), spec.dtype), ((4, 8192), spec.dtype)]
+    program = compiled(prompt, h200, *shapes, ((4,), "int32"), ((4,), "int32"), ((4,), "bool"))
+    assert len(custom_calls(program)) == 1
+    assert_in_place(program, spec)
+
+
+@both_orders
+def test_the_plain_prefill_is_in_place(h200: Any, axis_order: Any) -> None:
+    """Also with initial state, which is read before the pool is written."""
+    spec = ConvCacheSpec(30, 65, 64, 2048, 4, 4, axis_order=axis_order)
+
+    def prompt(pool: Any, x: Any, taps: Any, slots: Any, carried: Any) -> Any:
+        return causal_conv1d_prefill(
+            x, pool, ConvWeight(taps), spec=spec, state_indices=slots, layer=7, has_initial_state=carried,
+            implementation="xla",
+        )  # fmt: skip
+
+    shapes = [(spec.state_shape, spec.dtype), ((2, 33, 2048), spec.dtype), ((4, 2048), spec.dtype)]
+    program = compiled(prompt, h200, *shapes, ((2,), "int32"), ((2,), "bool"))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= spec.state_bytes
+    pool = math.prod(spec.state_shape)
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+    assert memory.temp_size_in_bytes < spec.state_bytes / 4

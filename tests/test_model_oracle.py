@@ -5,6 +5,7 @@ decoding are compared with its greedy ones, and its record of past convolution i
 """
 
 import functools
+import inspect
 import pathlib
 import tempfile
 from typing import Any
@@ -101,9 +102,11 @@ def theirs(model: Any, ids: np.ndarray, cache: Any = None) -> tuple[np.ndarray, 
     """Logits `[T, vocab]` of tokens that follow a cache, and the cache."""
     import torch
 
+    # renamed in transformers 5.18 or later
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     with torch.no_grad():
-        out = model(torch.tensor(ids, dtype=torch.long)[None], cache=cache, use_cache=True)
-    return out.logits[0].numpy(), out.cache
+        out = model(torch.tensor(ids, dtype=torch.long)[None], use_cache=True, **{name: cache})
+    return out.logits[0].numpy(), getattr(out, name)
 
 
 def assert_close(got: Any, expected: np.ndarray, what: str) -> None:

@@ -657,12 +657,18 @@ def test_wide_integers_saturate(backend: Backend, as_index: Callable[..., Any]) 
     pool = torch_ref.commit_conv_state(there(state.clone()), there(windows), slots, ones, **how).cpu()
     assert_same_bits(pool, committed(state, windows, SPEC, [(3, 4, 1)]))
     # 2^32 + 3 rows, counts or valid tokens are no 3 either
-    pool = torch_ref.commit_conv_state(state.clone(), windows, [*range(5)], as_index([*WIDE, 3]), **how)
-    assert_same_bits(pool, committed(state, windows, SPEC, [(4, 4, 3)]))
-    pool = torch_ref.commit_conv_state(state.clone(), windows, [*range(5)], ones, window_rows=slots, **how)
-    assert_same_bits(pool, committed(state, windows, SPEC, [(4, 3, 1)]))
-    pool = torch_ref.commit_conv_state(state.clone(), windows, [*range(5)], ones, num_valid_tokens=slots, **how)
-    assert_same_bits(pool, committed(state, windows, SPEC, [(4, 4, 1)]))
+    pool = torch_ref.commit_conv_state(
+        there(state.clone()), there(windows), [*range(5)], there(as_index([*WIDE, 3])), **how
+    )
+    assert_same_bits(pool.cpu(), committed(state, windows, SPEC, [(4, 4, 3)]))
+    pool = torch_ref.commit_conv_state(
+        there(state.clone()), there(windows), [*range(5)], ones, window_rows=slots, **how
+    )
+    assert_same_bits(pool.cpu(), committed(state, windows, SPEC, [(4, 3, 1)]))
+    pool = torch_ref.commit_conv_state(
+        there(state.clone()), there(windows), [*range(5)], ones, num_valid_tokens=slots, **how
+    )
+    assert_same_bits(pool.cpu(), committed(state, windows, SPEC, [(4, 4, 1)]))
 
 
 def test_unsigned_64_bit_indices_never_wrap() -> None:

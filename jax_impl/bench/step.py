@@ -25,7 +25,10 @@ from jax_impl.layout import ConvCacheSpec
 
 Form = Literal["unrolled", "scan"]
 FORMS: tuple[Form, ...] = ("unrolled", "scan")
-INDEX_SETS = 4  # of slots, rows and counts: an engine passes new arrays in every step
+# Sets of slots, rows and counts that the steps of a queue take in turn. With one, every array stays where it is, as the
+# outputs of the step before do in an engine that keeps its indices on the device; each new address costs XLA an update
+# of the graph that it replays.
+INDEX_SETS = 1
 
 Step = Callable[..., Any]  # (pool, windows), x, weight, slots, rows, accepted → (pool, windows), y of all layers
 
@@ -90,18 +93,23 @@ def jax_step(form: Form, case: Case, cache: ConvCache, implementation: checks.Im
     def own_cache() -> tuple[jax.Array, jax.Array]:
         return jnp.copy(cache.conv_state), jnp.copy(cache.conv_windows)
 
-    held = [own_cache()]
-    compiled, facts = subjects.compiled_with_facts(step, (held[0], x, weight, *indices[0]), (0,), 1)
+    def own_y() -> Any:
+        return [jnp.zeros_like(one) for one in x] if form == "unrolled" else jnp.zeros_like(x) if stack_y else None
+
+    # y is donated and comes back in the same arrays, so that every call finds its arrays where the last one had them:
+    # in an engine they are temporaries of a larger program.
+    own_program = jax.jit(lambda carried, *arguments: step(carried[0], *arguments), donate_argnums=0, keep_unused=True)
+    _, facts = subjects.compiled_with_facts(step, (own_cache(), x, weight, *indices[0]), (0,), 1)
+    held = [(own_cache(), own_y())]
 
     def alone(rounds: int) -> None:
         for number in range(rounds):
-            held[0], _ = compiled(held[0], x, weight, *indices[number % INDEX_SETS])
+            held[0] = own_program(held[0], x, weight, *indices[number % INDEX_SETS])
         jax.block_until_ready(held[0])
 
-    # Carried, or XLA would drop what is written to it.
-    y = [jnp.zeros_like(one) for one in x] if form == "unrolled" else jnp.zeros_like(x) if stack_y else None
+    # y is carried, or XLA would drop what is written to it.
     device = subjects.looped(
-        lambda carried, *arguments: step(carried[0], *arguments), (own_cache(), y), (x, weight, *indices[0]), 1
+        lambda carried, *arguments: step(carried[0], *arguments), (own_cache(), own_y()), (x, weight, *indices[0]), 1
     )
     return Subject(device.run, device.calls, facts, alone=alone)
 
