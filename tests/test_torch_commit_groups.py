@@ -300,7 +300,7 @@ ERRORS = [
     ),
     (
         {"step_states": torch.ones(2, 4, 4, 4), "null_slot": "x"},
-        "`cache.recurrent_state`: expected layers, slots, tokens = (2, 9, 3), got (2, 9, 4). Those of the conv cache.\n"
+        "`cache.recurrent_state`: expected slots, tokens = (9, 3), got (9, 4). Those of the conv cache.\n"
         "`null_slot`: expected a Python integer or None, got 'x'.",
     ),
     (
