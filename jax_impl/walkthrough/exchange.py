@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.walkthrough import show
-from jax_impl.walkthrough.show import Table
+from jax_impl.walkthrough.show import Markdown, Table
 
 ELEMENTS = 1024
 
@@ -41,10 +41,10 @@ def shares_memory(array: jax.Array, tensor: Any) -> bool:
     return array.unsafe_buffer_pointer() == tensor.data_ptr()
 
 
-def exchange_table() -> Table | str:
+def exchange_table() -> Table | Markdown:
     """What crosses without a copy; a sentence where torch is not installed."""
     if absent := show.missing("torch"):
-        return absent
+        return Markdown(f'{absent} pip install "specconv[torch]"')
     import torch
 
     rows = []
@@ -60,10 +60,10 @@ def exchange_table() -> Table | str:
     return Table(("exchange", "same values and dtype", "same memory"), rows)
 
 
-def traps_table() -> Table | str:
+def traps_table() -> Table | Markdown:
     """What goes wrong with shared memory; a sentence where torch is not installed."""
     if absent := show.missing("torch"):
-        return absent
+        return Markdown(f'{absent} pip install "specconv[torch]"')
     import torch
 
     rows = []

@@ -269,7 +269,7 @@ def measured(folder: pathlib.Path) -> Markdown:
     return Markdown(report.readme_block(report.results_files(folder)))
 
 
-def measured_picture(folder: pathlib.Path, operation: str) -> Picture | str:
+def measured_picture(folder: pathlib.Path, operation: str) -> Picture | Markdown:
     """The newest plot of an operation's time over requests; a sentence where no file has it."""
     with_it = [
         record
@@ -277,7 +277,7 @@ def measured_picture(folder: pathlib.Path, operation: str) -> Picture | str:
         if any(row["operation"] == operation and keep(row) for row in record["points"])
     ]
     if not with_it:
-        return f"No file in {folder.name} has {operation}."
+        return Markdown(f"No file in {folder.name} has {operation}.")
     record = with_it[-1]
     with tempfile.TemporaryDirectory() as drawn:
         paths = plots.draw(record, "newest", pathlib.Path(drawn))
