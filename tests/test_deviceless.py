@@ -233,7 +233,8 @@ def test_a_whole_cache_is_one_launch_in_place(h200: Any, per_layer: bool, tracke
     per_array = [one for one in specs for _ in range(22 if per_layer else 1)]
 
     def step(recurrent: Any, steps: Any, slots: Any, accepted: Any, *arrays: Any) -> Any:
-        caches = [ConvCache(*pair, one) for one, *pair in zip(per_array, arrays[::2], arrays[1::2], strict=True)]
+        trios = zip(arrays[::2], arrays[1::2], per_array, strict=True)
+        caches = [ConvCache(pool, buffer, one) for pool, buffer, one in trios]
         track = {"track_indices": slots + 9, "track_num_tokens": accepted - 1} if tracked else {}
         return commit_after_verify(
             HybridCache(caches, recurrent), slots, accepted, step_states=steps, implementation="pallas", **track
