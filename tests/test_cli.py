@@ -1,8 +1,8 @@
 """The command line: what it prints, what it refuses, and that the demo fails when the system does."""
 
 import csv
-import io
 import importlib
+import io
 import json
 import os
 import subprocess
