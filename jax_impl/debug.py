@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from jax_impl import checks
@@ -69,7 +69,7 @@ def check_commit(
     converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
     null = checks.null_slot_value(problems, null_slot)
     problems.raise_if_any()
-    traced = any(isinstance(one, jax.core.Tracer) for one in converted.values())
+    traced = any(isinstance(one, Tracer) for one in converted.values())
     arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
     requests = arrays["state_indices"].shape[0] if arrays["state_indices"].ndim else 0
     for name, array in arrays.items():
@@ -136,12 +136,13 @@ class _Finding:
             for array in (self.values, self.limit)
         )
         others = "" if self.writers is None else ", which others commit to"
+        extra: dict[str, Any] = {} if limit is None else {"limit": limit}
         checkify.check(
             jnp.logical_not(self.mask.any()),
             f"`{self.argument}`: requests {{requests}} {self.verb} {{values}}{others}{self.consequence}",
             requests=requests,
             values=values,
-            **({} if limit is None else {"limit": limit}),
+            **extra,
         )
 
 

@@ -226,7 +226,7 @@ def simulate(
       spec: geometry; slot 0 is the null slot, and there are max_requests - 1 requests.
       steps: verify + commit steps.
       seed: of all random numbers.
-      implementation: of verify, commit and decoding; prefill has only one.
+      implementation: of all operations.
       counts: filled with how often each count was accepted.
       advance: called once per finished step.
     """
@@ -304,7 +304,15 @@ def compile_steps(
         def layer_step(conv_state, per_layer):
             x, (layer, weight, bias) = per_layer
             y, conv_state = causal_conv1d_prefill(
-                x, conv_state, weight, bias, state_indices=slots, lengths=lengths, layer=layer, **common
+                x,
+                conv_state,
+                weight,
+                bias,
+                state_indices=slots,
+                lengths=lengths,
+                layer=layer,
+                implementation=implementation,
+                **common,
             )
             return conv_state, y
 

@@ -108,7 +108,7 @@ def causal_conv1d_prefill(
     carried = None
     if has_initial_state is not None:
         carried = checks.bool_array(problems, "has_initial_state", has_initial_state, batch)
-    shape = getattr(x, "shape", ())
+    shape = tuple(getattr(x, "shape", (0,)))
     if len(shape) == 3 and shape[1] >= 1:
         check_x(problems, x, "request, token, channel", (batch, shape[1], spec.conv_dim))
     elif isinstance(x, jax.Array | np.ndarray):

@@ -27,8 +27,8 @@ def timed(microseconds: float, **more: Any) -> dict[str, Any]:
 
 
 def walled(microseconds: float, launches: float = 31.0) -> dict[str, Any]:
-    """A subject of a whole step whose wall time is given; its device time is another, and one step alone longer."""
-    return timed(1.0, wall=timed(microseconds), latency=timed(microseconds + 9), launches=launches)
+    """A subject of a whole step whose wall time is given; on the device it takes half, and one step alone longer."""
+    return timed(microseconds / 2, wall=timed(microseconds), latency=timed(microseconds + 9), launches=launches)
 
 
 def record(*rows: report.Row, **environment: Any) -> report.Record:
@@ -129,7 +129,7 @@ SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
 @pytest.mark.parametrize(
     ("point", "line"),
     [
-        (STEP, "| time_major | 4 | 16 | 50.0 | 60.0 | 40.0 | 1.250 | 200.0 | 80.0 | 0.62 | 59.0 | 31, 93 |"),
+        (STEP, "| time_major | 4 | 16 | 25.0 | 20.0 | 1.250 | 40.0 | 0.62 | 50.0 | 60.0 | 200.0 | 59.0 | 31, 93 |"),
         (
             row("compile", form="scan", command_buffers=True, pool_copies=[], **COMPILED),
             "| scan | time_major | 30 | yes | 0.50 | 1.25 | 31 | 2.00% | none |",
@@ -273,7 +273,7 @@ def test_update_readme_writes_between_the_markers(checkout: pathlib.Path, capsys
         assert block == report.readme_block(report.results_files(checkout / "notebooks" / "results"))
         assert [line for line in block.splitlines() if re.match(r"\| (commit|time_major) \|", line)] == [
             "| commit | time_major | 4 | 16 | 2.00 | – | – | – | – | – |",
-            "| time_major | 4 | 16 | 50.0 | 60.0 | 40.0 | 1.250 | 200.0 | 80.0 | 0.62 | 59.0 | 31, 93 |",
+            "| time_major | 4 | 16 | 25.0 | 20.0 | 1.250 | 40.0 | 0.62 | 50.0 | 60.0 | 200.0 | 59.0 | 31, 93 |",
         ]
 
 

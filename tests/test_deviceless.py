@@ -233,7 +233,8 @@ def test_a_whole_cache_is_one_launch_in_place(h200: Any, per_layer: bool, tracke
     per_array = [one for one in specs for _ in range(22 if per_layer else 1)]
 
     def step(recurrent: Any, steps: Any, slots: Any, accepted: Any, *arrays: Any) -> Any:
-        caches = [ConvCache(*pair, one) for one, *pair in zip(per_array, arrays[::2], arrays[1::2], strict=True)]
+        trios = zip(arrays[::2], arrays[1::2], per_array, strict=True)
+        caches = [ConvCache(pool, buffer, one) for pool, buffer, one in trios]
         track = {"track_indices": slots + 9, "track_num_tokens": accepted - 1} if tracked else {}
         return commit_after_verify(
             HybridCache(caches, recurrent), slots, accepted, step_states=steps, implementation="pallas", **track
@@ -375,3 +376,39 @@ def test_the_plain_prefill_is_in_place(h200: Any, axis_order: Any) -> None:
     pool = math.prod(spec.state_shape)
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
     assert memory.temp_size_in_bytes < spec.state_bytes / 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@both_orders
+def test_a_decoding_step_is_in_place(h200: Any, axis_order: Any, dtype: Any) -> None:
+    """A whole model's step: a verify kernel per linear layer, one commit of both states, and no copy of any pool."""
+    from jax_impl.model import decode, hybrid
+    from jax_impl.model.config import parse_config
+    from jax_impl.model.drafters import PromptLookup
+    from jax_impl.model.tiny import TINY
+    from jax_impl.model.weights import assemble
+
+    config, slots, max_len = parse_config(TINY), 301, 64
+
+    def state() -> Any:
+        cache = hybrid.allocate_model_cache(
+            config, dtype, num_slots=slots, max_requests=4, max_len=max_len, num_draft_tokens=4, axis_order=axis_order
+        )
+        by_slot = jnp.zeros(slots, jnp.int32)
+        return decode.DecodeState(cache, jnp.zeros((slots, max_len), jnp.int32), by_slot, by_slot, jnp.int32(0))
+
+    def placed(make: Callable[[], Any]) -> Any:
+        here = jax.sharding.NamedSharding(h200, jax.sharding.PartitionSpec())
+        return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=here), jax.eval_shape(make))
+
+    shapes = placed(state)
+    parameters = placed(lambda: assemble(config, lambda name, shape, dtype: jnp.zeros(shape, dtype), dtype))
+    rows = placed(lambda: jnp.zeros(4, jnp.int32))
+    step: Any = decode.verify_step
+    program = step.lower(parameters, shapes, PromptLookup(), rows, config=config, implementation="pallas").compile()
+    assert len(custom_calls(program)) == config.num_linear_layers + 1
+    leaves = jax.tree.leaves(shapes)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    pool = min(leaf.size for leaf in (shapes.cache.hybrid.conv.conv_state, shapes.cache.keys))
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jax_impl import HybridCache, demo
+from jax_impl import HybridCache, checks, demo
 from jax_impl.__main__ import main
-from jax_impl.model import cli, decode, example, measure
+from jax_impl.model import cli, decode, example, measure, weights
 from jax_impl.model.config import load_config
 from jax_impl.model.decode import Engine
 from jax_impl.model.drafters import NoDrafts
@@ -149,6 +149,10 @@ def test_a_stop_token_of_the_checkpoint_ends_a_request(capsys: Any, tmp_path: pa
     line = json.loads(generate(capsys, tmp_path, "--batch", str(batch), "--max-new-tokens", "40")[0])
     assert line["tokens"] == greedy()[1][: greedy()[1].index(stop) + 1]
     assert line["finish_reason"] == "stop"
+
+
+def test_the_command_knows_every_option_of_the_library() -> None:
+    assert (cli.IMPLEMENTATIONS, cli.DTYPES) == (checks.IMPLEMENTATIONS, weights.DTYPES)
 
 
 def test_layouts_dtypes_and_the_tiny_model(capsys: Any) -> None:

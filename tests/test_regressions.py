@@ -170,11 +170,11 @@ def test_padding_of_nan_stays_out_of_the_gradients(operation: str) -> None:
     """y of invalid tokens is an exact zero, so what x holds there must not reach the gradient of weight or x."""
     x = jnp.ones((1, 4, 3)).at[:, 2:].set(jnp.nan)
     pool, windows = jnp.zeros(SPEC.state_shape), jnp.zeros(SPEC.windows_shape)
-    options = {"spec": SPEC, "state_indices": [1], "layer": 0, "implementation": "xla"}
+    options: dict[str, Any] = {"spec": SPEC, "state_indices": [1], "layer": 0, "implementation": "xla"}
 
     def loss(x: Any, weight: Any) -> Any:
         if operation == "verify":
-            options_of = options | {"num_valid_tokens": [2]}
+            options_of: dict[str, Any] = options | {"num_valid_tokens": [2]}
             return jax_impl.causal_conv1d_verify(x, pool, windows, weight, **options_of)[0].sum()
         return jax_impl.causal_conv1d_prefill(x, pool, weight, **options, lengths=[2])[0].sum()
 
