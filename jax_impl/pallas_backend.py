@@ -369,8 +369,8 @@ def call_in_place(
 
 
 # The identity, on a kernel's index arrays. XLA cannot divide a kernel: in a program of several devices it would gather
-# pool and buffer on each of them, without a word. How arguments are divided is not known while jit is traced, unless the
-# mesh's axes are part of their types; the number of devices is known when the program is lowered.
+# pool and buffer on each of them, without a word. How arguments are divided is not known while jit is traced, unless
+# their types say it; the number of devices is known when the program is lowered.
 _on_one_device = Primitive("specconv_on_one_device")
 _on_one_device.def_impl(lambda array: array)
 _on_one_device.def_abstract_eval(lambda array: array)
