@@ -274,7 +274,8 @@ def test_no_collective(shape: Any, spec: ConvCacheSpec, axis_type: Any, form: An
     """Not one, in any operation; and the module does belong to all devices."""
     mesh = make_mesh(shape, axis_type)
     for name, function, arguments in calls(spec, mesh, form):
-        text = jax.jit(function, donate_argnums=0 if name != "gather" else ()).lower(*arguments).compile().as_text()
+        program: Any = jax.jit(function, donate_argnums=0 if name != "gather" else ()).lower(*arguments).compile()
+        text = program.as_text()
         assert f"num_partitions={mesh.size}" in text or mesh.size == 1, name
         assert not COLLECTIVES.findall(text), name
 
@@ -284,7 +285,8 @@ def test_the_collectives_would_be_seen() -> None:
     mesh = make_mesh((1, 2))
     whole = jax.jit(lambda pool: pool + 1, out_shardings=NamedSharding(mesh, P()))
     pool = jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, P(None, "tensor")))
-    assert COLLECTIVES.findall(whole.lower(pool).compile().as_text())
+    program: Any = whole.lower(pool).compile()
+    assert COLLECTIVES.findall(program.as_text())
 
 
 @on_every_mesh(spec=SPECS)
@@ -297,7 +299,7 @@ def test_plain_jit_leaves_the_xla_form_divided(shape: Any, spec: ConvCacheSpec) 
         given += [(everywhere.windows_shape, spec.dtype, specs.conv_windows), *[((16,), "int32", specs.indices)] * 2]
         arguments = [jax.ShapeDtypeStruct(size, of, sharding=NamedSharding(mesh, one)) for size, of, one in given]
         commit = functools.partial(jax_impl.commit_conv_state, spec=everywhere, implementation="xla")
-        program = jax.jit(commit, donate_argnums=0).lower(*arguments).compile()
+        program: Any = jax.jit(commit, donate_argnums=0).lower(*arguments).compile()
         assert program.output_shardings.is_equivalent_to(arguments[0].sharding, 4)
         text = program.as_text()
         if data_axis is None:
@@ -386,7 +388,7 @@ def test_every_shard_of_a_donated_pool_stays_where_it_is(shape: Any, axis_order:
     commit = functools.partial(sharding.sharded_commit, spec=spec, mesh=mesh, implementation=form)
     where = addresses(pool)
     arguments = (pool, buffer, *put(mesh, (slots, accepted), (specs.indices,) * 2))
-    program = jax.jit(place(commit), donate_argnums=0).lower(*arguments).compile()
+    program: Any = jax.jit(place(commit), donate_argnums=0).lower(*arguments).compile()
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < spec.state_bytes / mesh.size / 5
     after = program(*arguments)
@@ -426,7 +428,10 @@ def test_a_whole_cache(shape: Any, axis_type: Any, form: Any) -> None:
     }
     state, steps = unique_bits((2, 32, 8, 4, 4), "float32", 5), unique_bits((2, 16, TOKENS, 8, 4, 4), "float32", 6)
     in_order = np.arange(16, dtype=np.int32)
-    cache = HybridCache({name: ConvCache(pool, windows, spec) for name, (spec, pool, windows) in arrays.items()}, state)
+    conv = {
+        name: ConvCache(jnp.array(pool), jnp.array(windows), spec) for name, (spec, pool, windows) in arrays.items()
+    }
+    cache = HybridCache(conv, jnp.array(state))
     cache = put(mesh, cache, sharding.cache_specs(cache))
     placed = put(mesh, steps, sharding.partition_specs(SPECS[0]).step_states)
 
@@ -491,3 +496,53 @@ def test_arrays_that_lie_elsewhere_are_refused() -> None:
     message = r"`conv_state`: expected divided as .*'tensor'.* on this mesh, got .*jax\.device_put"
     with pytest.raises(ValueError, match=message):
         sharding.sharded_commit(whole, windows, zeros, zeros, spec=spec, mesh=mesh)
+
+
+# ---- a whole model ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model() -> Any:
+    """The tiny checkpoint with heads of twice the size, so that half of its convolution is 128 channels."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    from jax_impl.model.tiny import tiny_model
+
+    layers = ["linear_attention", "full_attention"]
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    return tiny_model("float32", num_hidden_layers=2, layer_types=layers, **wide)
+
+
+PROMPTS = [[7], [1, 2, 3, 1, 2], list(range(20, 50)), [5, 5, 5, 5], [200, 3], [9, 8, 7, 9, 8]]
+
+
+@functools.cache
+def greedy() -> list[list[int]]:
+    from jax_impl.model.decode import Engine
+    from jax_impl.model.drafters import NoDrafts
+
+    plain = Engine(*model(), drafter=NoDrafts(), num_draft_tokens=1, max_requests=6, max_len=96)
+    return plain.generate(PROMPTS, 48)
+
+
+@on_every_form
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.long)], ids=shown)
+def test_the_tiny_model_says_the_same_on_a_mesh(shape: Any, form: Any) -> None:
+    """Heads over two ranks, requests over two, and both: the tokens of greedy decoding on one device, speculatively."""
+    from jax_impl.model.parallel import MeshEngine
+
+    engine = MeshEngine(
+        *model(), mesh=make_mesh(shape), max_requests=4, num_slots=6, max_len=96, implementation=form
+    )  # six prompts in four rows, and slots that are used again
+    assert engine.generate(PROMPTS, 48) == greedy()
+    assert engine.statistics.mean_accepted_length > 1.2
+    assert engine.free == 4
+
+
+def test_a_model_that_ranks_do_not_divide_is_refused() -> None:
+    from jax_impl.model.parallel import local_config
+
+    with pytest.raises(ValueError, match="config") as caught:
+        local_config(model()[0], 3, "tensor")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        f"`config.{name}`" for name in ("num_heads", "num_kv_heads", "linear_key_heads", "linear_value_heads")
+    ]

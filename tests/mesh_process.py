@@ -6,6 +6,7 @@ python -m tests.mesh_process FOLDER PROCESSES RANK PORT
 import functools
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +48,7 @@ def main(folder: str, processes: int, rank: int, port: int) -> None:
     given = (place(pool, specs.conv_state), place(windows, specs.conv_windows))
     (pool, windows), y = run(given, place(x, P(None, *specs.x)))
     total = jax.jit(lambda y: abs(y).max(), out_shardings=NamedSharding(mesh, P()))(y)  # one collective, over gloo
-    found = {"total": bits(np.asarray(total.addressable_shards[0].data).reshape(1))}
+    found: dict[str, Any] = {"total": bits(np.asarray(total.addressable_shards[0].data).reshape(1))}
     for name, array in {"pool": pool, "windows": windows, "y": y}.items():
         found |= {f"{name} {shard.index}": bits(np.asarray(shard.data)) for shard in array.addressable_shards}
     np.savez(pathlib.Path(folder) / f"{processes}-{rank}.npz", **found)
