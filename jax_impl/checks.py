@@ -44,18 +44,39 @@ def index_array(problems: Problems, name: str, value: Any, batch: int | None) ->
 
 
 def _as_array(value: Any) -> Any:
-    """`value` as a NumPy or jax array; lists of Python integers of any size are saturated. None if it is neither."""
+    """`value` as a NumPy or jax array; integers of any size in a list are saturated. None if it is neither."""
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, list | tuple):
-        if any(isinstance(one, jax.Array) for one in value):
-            return jnp.stack([jnp.asarray(one) for one in value]) if all(np.ndim(one) == 0 for one in value) else None
-        if all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in value):
-            return np.asarray([min(max(int(one), INT32_MIN), INT32_MAX) for one in value], np.int32)
+        kinds = {_kind(one) for one in value}
+        if kinds == {"integer"} or not kinds:
+            return np.asarray([_saturated(one) for one in value], np.int32)
+        if kinds in ({"integer", "integer scalar"}, {"integer scalar"}):
+            return jnp.stack([jnp.asarray(one if isinstance(one, jax.Array) else _saturated(one)) for one in value])
+        if kinds == {"bool scalar"}:
+            return jnp.stack(value)
+        if len(kinds) > 1 and kinds != {"integer", "other"}:
+            return None
     try:
         return np.asarray(value)
     except ValueError:  # a ragged list
         return None
+
+
+def _kind(one: Any) -> str:
+    """What a member of a list is; members of an index list are all integers, on the host or on the device."""
+    if isinstance(one, jax.Array):
+        kinds = {"i": "integer scalar", "b": "bool scalar"}
+        # an integer that is not int32 would have to be saturated on its own before it meets the others
+        known = one.ndim == 0 and (one.dtype == jnp.int32 or one.dtype.kind == "b")
+        return kinds[one.dtype.kind] if known else "other"
+    if isinstance(one, bool | np.bool_):
+        return "bool"
+    return "integer" if isinstance(one, int | np.integer) else "other"
+
+
+def _saturated(number: Any) -> np.int32:
+    return np.int32(min(max(int(number), INT32_MIN), INT32_MAX))
 
 
 def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
@@ -103,11 +124,11 @@ def float_array(problems: Problems, name: str, value: Any) -> jax.Array | None:
 def cache_array(
     problems: Problems, name: str, value: Any, spec: ConvCacheSpec, *, stacked: bool | None = None
 ) -> bool | None:
-    """Checks a pool (`conv_state`) or verify buffer (`conv_windows`) against the spec; `name` may go on with a path.
+    """Checks a pool (`conv_state`) or verify buffer (`conv_windows`) against the spec; `name` may have a path.
 
     Returns whether it is stacked over layers; None when it fits neither form. `stacked` asks for one of the forms.
     """
-    is_pool = name.startswith("conv_state")
+    is_pool = "conv_state" in name
     full, axes = (spec.state_shape, spec.state_axes) if is_pool else (spec.windows_shape, spec.windows_axes)
     if not isinstance(value, jax.Array | np.ndarray):
         problems.add(name, "an array", type(value).__name__)

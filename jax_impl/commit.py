@@ -178,9 +178,19 @@ def check_indices(
 
 
 def check_groups(
-    problems: Problems, conv_state: Any, conv_windows: Any, spec: Any, *, in_order: int | None, rows: jax.Array | None
+    problems: Problems,
+    conv_state: Any,
+    conv_windows: Any,
+    spec: Any,
+    *,
+    in_order: int | None,
+    rows: jax.Array | None,
+    owner: str = "",
 ) -> list[Group]:
-    """Pools with their buffers and specs, in the order of `conv_state`'s leaves; `in_order` requests use row b each."""
+    """Pools with their buffers and specs, in the order of `conv_state`'s leaves; `in_order` requests use row b each.
+
+    `owner` is what holds caches of both, for messages: its leaves are named `owner['q'].conv_state`.
+    """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(conv_state)
     states = [state for _, state in with_paths]
     if not states:
@@ -202,8 +212,9 @@ def check_groups(
     for one, (path, state), buffer in zip(specs, with_paths, windows, strict=True):
         checks.spec_argument(one)
         place = jax.tree_util.keystr(path)
-        stacked = checks.cache_array(problems, f"conv_state{place}", state, one)
-        checks.cache_array(problems, f"conv_windows{place}", buffer, one, stacked=stacked)
+        names = [f"{owner}{place}.{array}" if owner else f"{array}{place}" for array in ("conv_state", "conv_windows")]
+        stacked = checks.cache_array(problems, names[0], state, one)
+        checks.cache_array(problems, names[1], buffer, one, stacked=stacked)
         if in_order is not None:
             row_array(problems, None, in_order, one)
         groups.append(Group(one, state, buffer, bool(stacked), rows))
@@ -229,10 +240,12 @@ def run_commit(call: Call, groups: Sequence[Group], implementation: checks.Imple
 def _commit_xla(call: Call, group: Group) -> jax.Array:
     spec, pool = group.spec, group.state
     rows = jnp.arange(call.batch, dtype=jnp.int32) if group.rows is None else group.rows
+    # What is made of the pool, as step states are, is made before it is written and not fused into the write.
+    buffer = lax.optimization_barrier(group.windows)
     taken = []
     for slots, accepted in call.destinations:  # every window is read before any is written
         live = live_window(accepted, rows, call.valid, spec=spec) & live_slot(slots, call.null_slot, spec=spec)
-        windows = take_windows(group.windows, accepted, rows, live, spec=spec, stacked=group.stacked)
+        windows = take_windows(buffer, accepted, rows, live, spec=spec, stacked=group.stacked)
         taken.append((windows, runs.Runs(spec, slots, live, of="state", stacked=group.stacked)))
     for windows, where in taken:
         pool = runs.put(pool, windows, where)

@@ -233,7 +233,9 @@ def causal_conv1d_update(
         y, conv_state = _update_pallas(call, conv_state, interpret=chosen != "pallas")
         return y[:, 0], conv_state
     live = live_requests(call.slots, call.layer, spec=spec, null_slot=call.null_slot)
-    columns = _history_then_inputs(call, take_state(call, conv_state, live))
+    call = without_invalid(call, live[:, None])
+    # Read before the pool is written: fused into the write, it would need a second pool.
+    columns = _history_then_inputs(call, lax.optimization_barrier(take_state(call, conv_state, live)))
     y = _convolve(call, columns, live[:, None])
     state = jnp.stack(columns[-spec.state_columns :], axis=1)
     return y[:, 0], put_state(call, conv_state, state, live)
@@ -318,6 +320,7 @@ def _verify_xla(
     token_is_valid = jnp.broadcast_to(live[:, None], (rows.shape[0], tokens))
     if valid is not None:
         token_is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < valid[:, None])
+    call = without_invalid(call, token_is_valid)
     columns = _history_then_inputs(call, take_state(call, conv_state, live))
     y = _convolve(call, columns, token_is_valid)
     shared = columns[len(columns) - spec.num_columns :]
@@ -368,6 +371,8 @@ def take_state(call: Call, conv_state: jax.Array, live: jax.Array) -> jax.Array:
 
 
 def put_state(call: Call, conv_state: jax.Array, state: jax.Array, live: jax.Array) -> jax.Array:
+    """Writes states `[B, S, conv_dim]` to live slots; what they are made of has been read when the first is written."""
+    state = lax.optimization_barrier(state)
     where = runs.Runs(call.spec, call.slots, live, of="state", stacked=call.stacked, layer=call.layer)
     return runs.put(conv_state, _entry(state, call.spec), where)
 
@@ -392,6 +397,12 @@ def _history_then_inputs(call: Call, state: jax.Array) -> list[jax.Array]:
     first, fresh = call.spec.state_columns - (call.spec.width - 1), round_to_state(call.x, call.spec)
     history = [state[:, column] for column in range(first, call.spec.state_columns)]
     return history + [fresh[:, token] for token in range(call.x.shape[1])]
+
+
+def without_invalid(call: Call, token_is_valid: jax.Array) -> Call:
+    """The call with zeros for x of invalid tokens, so that what stands there reaches no gradient either."""
+    zero = jnp.zeros((), call.x.dtype)
+    return dataclasses.replace(call, x=jnp.where(token_is_valid[:, :, None], call.x, zero))
 
 
 def _convolve(call: Call, columns: list[jax.Array], token_is_valid: jax.Array) -> jax.Array:
@@ -657,7 +668,7 @@ def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: Pla
         functools.partial(_conv_kernel, plan=plan),
         inputs,
         (columns_out,),
-        (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
+        (pallas_backend.fresh_like(inputs["x_in"], (batch, tokens, dim), plan.y_dtype),),
         grid={"request": batch // plan.requests, "block": dim // plan.block},
         name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
         interpret=plan.interpret,

@@ -63,15 +63,14 @@ def check_commit(
         "track_indices": track_indices,
         "track_num_tokens": track_num_tokens,
     }
-    named = {name: value for name, value in given.items() if value is not None}
-    traced = any(isinstance(one, jax.core.Tracer) for one in jax.tree.leaves(named))
+    checks.spec_argument(spec)
     problems = Problems()
-    if traced:
-        converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
-        problems.raise_if_any()
-        arrays: dict[str, Any] = converted
-    else:
-        arrays = {name: np.asarray(value, np.int64) for name, value in named.items()}
+    named = {name: value for name, value in given.items() if value is not None or name in list(given)[:2]}
+    converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
+    null = checks.null_slot_value(problems, null_slot)
+    problems.raise_if_any()
+    traced = any(isinstance(one, jax.core.Tracer) for one in converted.values())
+    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
     requests = arrays["state_indices"].shape[0] if arrays["state_indices"].ndim else 0
     for name, array in arrays.items():
         problems.expect(name, "request", (requests,), array.shape)
@@ -80,7 +79,7 @@ def check_commit(
     if window_rows is None and requests > spec.max_requests:
         problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()
-    found = _findings(arrays, requests, null_slot, spec, jnp if traced else np)
+    found = _findings(arrays, requests, null, spec, jnp if traced else np)
     if not traced:
         return [sentence for one in found for sentence in one.sentences()]
     for one in found:
@@ -155,23 +154,35 @@ def _findings(
     rows = arrays.get("window_rows", xp.arange(requests))
     valid = arrays.get("num_valid_tokens", xp.full(requests, tokens))
     in_buffer, in_range = (rows >= 0) & (rows < spec.max_requests), (valid >= 1) & (valid <= tokens)
-    wanted = accepted >= 1
+
+    def meant(slots: Any) -> Any:
+        """Requests that do not skip on purpose."""
+        return slots >= 0 if null_slot is None else (slots >= 0) & (slots != null_slot)
+
+    wanted = (accepted >= 1) & meant(slots)
     if "track_num_tokens" in arrays:
-        wanted = wanted | (arrays["track_num_tokens"] >= 1)
+        wanted = wanted | ((arrays["track_num_tokens"] >= 1) & meant(arrays["track_indices"]))
 
     def of_set(slot_name: str, count_name: str) -> list[_Finding]:
         slots, counts = arrays[slot_name], arrays[count_name]
+        intended = meant(slots)
         unread = (counts >= 1) & (counts <= tokens) & (counts > valid) & (valid >= 1)
         of_valid = f", more than its {{limit}} valid tokens{skipped}"
         return [
-            _Finding(count_name, "has", f", more than num_draft_tokens = {tokens}{skipped}", counts > tokens, counts),
-            _Finding(count_name, "has", f", below 0{skipped}", counts < 0, counts),
-            _Finding(count_name, "has", of_valid, unread, counts, limit=valid),
+            _Finding(
+                count_name,
+                "has",
+                f", more than num_draft_tokens = {tokens}{skipped}",
+                (counts > tokens) & intended,
+                counts,
+            ),
+            _Finding(count_name, "has", f", below 0{skipped}", (counts < 0) & intended, counts),
+            _Finding(count_name, "has", of_valid, unread & intended, counts, limit=valid),
             _Finding(
                 slot_name,
                 "names slot",
                 f", outside the pool of {spec.num_slots} slots{skipped}",
-                (counts >= 1) & (slots >= spec.num_slots),
+                (counts >= 1) & (slots >= spec.num_slots) & intended,
                 slots,
             ),
         ]

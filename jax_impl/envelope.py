@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_impl import checks
 from jax_impl.layout import ConvCacheSpec, Problems
@@ -65,7 +66,7 @@ def envelope_slots(
     Args:
       state_indices: int32 `[B]`, envelope of each request. Outside 0 … num_slots-1 and `null_slot` give -1, a slot that
         every operation skips.
-      layer: int or int32 scalar, traced is fine; outside 0 … num_layers-1 gives -1.
+      layer: int or int32 scalar, traced is fine; an array outside 0 … num_layers-1 gives -1.
       spec: geometry of the model's layers, as given to `envelope_spec`.
       envelope_elements: elements of one envelope.
       first_element: offset of layer 0's state in the envelope.
@@ -75,7 +76,8 @@ def envelope_slots(
       int32 `[B]`.
 
     Raises:
-      ValueError: the offset or the envelope is not a whole number of states; or the layers go past its end.
+      ValueError: the offset or the envelope is not a whole number of states; the layers go past its end; or `layer` is
+        a Python integer outside 0 … num_layers-1.
 
     Example:
       >>> spec = ConvCacheSpec(3, 10, 4, 128, width=4, num_draft_tokens=4)
@@ -103,9 +105,10 @@ def _states_per_envelope(spec: ConvCacheSpec, envelope_elements: int, first_elem
     problems, state = Problems(), spec.state_columns * spec.conv_dim
     hint = "Keep states that do not share this size or dtype in a pool of their own; torch_ref takes any envelope."
     for name, value in (("envelope_elements", envelope_elements), ("first_element", first_element)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0 or value % state:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0 or value % state:
             problems.add(name, f"a multiple of one state, S * conv_dim = {state} elements", repr(value), hint)
     problems.raise_if_any()
+    envelope_elements, first_element = int(envelope_elements), int(first_element)
     end = first_element + spec.num_layers * state
     if end > envelope_elements:
         problems.add("envelope_elements", f"at least {end} for {spec.num_layers} layers", envelope_elements)

@@ -404,6 +404,11 @@ def _raise_not_on_one_device(got: str) -> NoReturn:
 mlir.register_lowering(_on_one_device, _refuse_several_devices)
 
 
+def fresh_like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A fresh array's shape for `call_in_place`; inside shard_map it varies over the mesh axes that `array` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(array).manual_axis_type)  # type: ignore
+
+
 def _new_ref(array: jax.Array, interpret: bool) -> Any:
     # Left open everywhere else, because a scan cannot close over a ref that names a memory space.
     return jax.new_ref(array, memory_space=plgpu.GMEM) if _IS_0_10 and interpret else jax.new_ref(array)

@@ -40,6 +40,7 @@ from jax_impl.conv import (
     store_entry,
     take_state,
     weighted_sum,
+    without_invalid,
 )
 from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
@@ -107,7 +108,7 @@ def causal_conv1d_prefill(
     carried = None
     if has_initial_state is not None:
         carried = checks.bool_array(problems, "has_initial_state", has_initial_state, batch)
-    shape = np.shape(x)
+    shape = getattr(x, "shape", ())
     if len(shape) == 3 and shape[1] >= 1:
         check_x(problems, x, "request, token, channel", (batch, shape[1], spec.conv_dim))
     elif isinstance(x, jax.Array | np.ndarray):
@@ -115,7 +116,7 @@ def causal_conv1d_prefill(
     problems.raise_if_any()
     assert call is not None
     chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
-    if chosen == "xla" or (implementation is None and chunk_of(shape[1], spec.width) is None):
+    if chosen == "xla" or (implementation is None and chunks_of(shape[1], spec.width) is None):
         return _prefill_xla(call, conv_state, length, carried)
     return _prefill_pallas(call, conv_state, length, carried, interpret=chosen != "pallas")
 
@@ -135,6 +136,7 @@ def _prefill_xla(
         else lax.optimization_barrier(take_state(call, conv_state, continues))  # read it before the pool is written
     )
     is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
+    call = without_invalid(call, is_valid)
     taps, bias = layer_weight(call)
     fresh = round_to_state(call.x, spec)
     window = [_delayed(fresh, state, spec.width - 1 - tap) for tap in range(spec.width)]
@@ -184,6 +186,16 @@ def chunk_of(tokens: int, width: int) -> int | None:
         return tokens
     chunk = CHUNK if tokens - CHUNK >= width - 1 else -(-tokens // 2)
     return chunk if min(chunk, tokens - chunk) >= width - 1 else None
+
+
+def chunks_of(tokens: int, width: int) -> tuple[int, int] | None:
+    """How many chunks the kernel cuts a prompt into and how many tokens each has; None where it cannot."""
+    from jax_impl.pallas_backend import MAX_GRID
+
+    chunk = chunk_of(tokens, width)
+    if chunk is None or -(-tokens // chunk) > MAX_GRID:
+        return None
+    return -(-tokens // chunk), chunk
 
 
 def _prefill_kernel(
@@ -310,13 +322,14 @@ def _prefill_pallas(
     from jax_impl import pallas_backend
 
     spec, (batch, tokens, dim) = call.spec, call.x.shape
-    chunk = chunk_of(tokens, spec.width)
-    chunks = 0 if chunk is None else -(-tokens // chunk)
-    if chunk is None or chunks > pallas_backend.MAX_GRID:
+    cut = chunks_of(tokens, spec.width)
+    if cut is None:
         raise ValueError(
-            f"`implementation`: expected a width of at most 9 and at most {pallas_backend.MAX_GRID * CHUNK} tokens for "
-            f'the prefill kernel, got width {spec.width} and {tokens} tokens. Use "xla", or None to fall back to it.'
+            "`implementation`: expected a prompt that the prefill kernel can cut into at most "
+            f"{pallas_backend.MAX_GRID} chunks of up to {CHUNK} tokens, each with the K-1 = {spec.width - 1} tokens "
+            f'before it in the prompt, got {tokens} tokens. Use "xla", or None to fall back to it.'
         )
+    _, chunk = cut
     if batch == 0:
         return jnp.zeros(call.x.shape, call.x.dtype), conv_state
     item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
@@ -357,7 +370,7 @@ def _run_prefill(inputs: dict[str, jax.Array], conv_state: jax.Array, *, plan: P
         functools.partial(_prefill_kernel, plan=plan),
         inputs,
         (conv_state,),
-        (jax.ShapeDtypeStruct((batch, tokens, dim), plan.y_dtype),),
+        (pallas_backend.fresh_like(inputs["x_in"], (batch, tokens, dim), plan.y_dtype),),
         grid={"request": batch, "chunk": -(-tokens // plan.tokens), "block": dim // plan.block},
         name=f"specconv_prefill_{plan.spec.axis_order}",
         interpret=plan.interpret,

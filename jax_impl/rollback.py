@@ -113,7 +113,13 @@ def commit_after_verify(
     states, windows, specs = (
         structure.unflatten([getattr(one, field) for one in caches]) for field in ("conv_state", "conv_windows", "spec")
     )
-    conv = check_groups(problems, states, windows, specs, in_order=batch if window_rows is None else None, rows=rows)
+    owner = "cache.conv" if isinstance(cache, HybridCache) else "cache"
+    for axis, field in (("C", "num_slots"), ("D", "num_draft_tokens")):
+        sizes = sorted({getattr(one.spec, field) for one in caches})
+        if len(sizes) > 1:
+            problems.add(owner, f"one {field} ({axis}) in all groups", sizes, "They would skip different requests.")
+    in_order = batch if window_rows is None else None
+    conv = check_groups(problems, states, windows, specs, in_order=in_order, rows=rows, owner=owner)
     recurrent = _recurrent_groups(
         problems,
         ("cache.recurrent_state", hybrid.recurrent_state),
@@ -218,8 +224,8 @@ def _recurrent_groups(
 ) -> list[tuple[Group, tuple[int, ...]]]:
     """Each pool with its step states as a group of one-column windows, and the pool's shape as it was given.
 
-    `in_order` requests use row b each. `like` is the geometry whose layers, slots and draft tokens all pools must
-    share, or None; with `shares_rows` its rows too.
+    `in_order` requests use row b each. `like` is the geometry whose slots and draft tokens all pools must share, or
+    None; with `shares_rows` its rows too.
     """
     name, state = named_state
     with_paths, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -289,14 +295,15 @@ def _one_column_spec(
         )
         return None
     num_layers = pool.shape[0] if layer_axis else 1
-    sizes = {"L": num_layers, "C": pool.shape[lead - 1], "D": steps.shape[lead]}
+    sizes = {"C": pool.shape[lead - 1], "D": steps.shape[lead]}
     if like is not None:
-        wanted = {"L": like.num_layers, "C": like.num_slots, "D": like.num_draft_tokens}
+        wanted = {"C": like.num_slots, "D": like.num_draft_tokens}
         if sizes != wanted:
             described = [", ".join(f"{axis} = {size}" for axis, size in one.items()) for one in (wanted, sizes)]
             problems.add(state_name, f"{described[0]} of the conv cache", described[1])
-    if 0 in (*trailing, num_layers, sizes["D"]):
-        problems.add(steps_name, "no axis of size 0 but rows", steps.shape)
+    if 0 in (*trailing, num_layers, *sizes.values()):
+        hint = f"`{state_name}` has the shape {pool.shape}."
+        problems.add(steps_name, "no axis of size 0 but rows", steps.shape, hint)
     if len(problems.messages) > before:
         return None
     return ConvCacheSpec(
@@ -320,8 +327,8 @@ def accepted_from_index(accept_index: Any) -> jax.Array:
     """Accepted counts from the index rows that tree and chain verification kernels return.
 
     Args:
-      accept_index: integers `[B, D]`: the accepted positions of each request first, -1 after them. What stands behind
-        the first negative entry is not looked at.
+      accept_index: signed integers `[B, D]`: the accepted positions of each request first, -1 after them. What stands
+        behind the first negative entry is not looked at.
 
     Returns:
       int32 `[B]`: entries before the first negative one, 0 … D.
@@ -338,14 +345,14 @@ def accepted_from_index(accept_index: Any) -> jax.Array:
       [3, 1, 0]
     """
     array = _integers("accept_index", accept_index, 2, "request, token = (B, D)")
-    return jnp.cumprod(array >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    return jnp.cumprod(jnp.asarray(array >= 0), axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
 def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: int) -> jax.Array:
     """The count whose state belongs into the prefix cache: where a request crosses a multiple of the interval.
 
     Args:
-      seq_lens: int32 `[B]`, committed tokens of each request before this step.
+      seq_lens: signed integers `[B]`, committed tokens of each request before this step; of any width on the host.
       num_accepted_tokens: int32 `[B]`, n of each request in this step.
       interval: tokens between snapshots, a Python integer ≥ 1.
 
@@ -362,27 +369,41 @@ def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: 
       [2, 1, 0, 0]
     """
     problems = Problems()
-    lengths = checks.index_array(problems, "seq_lens", seq_lens, None)
+    lengths = _integers("seq_lens", seq_lens, 1, "request = (B,)", problems)
     batch = None if lengths is None else lengths.shape[0]
     accepted = checks.index_array(problems, "num_accepted_tokens", num_accepted_tokens, batch)
     if isinstance(interval, bool) or not isinstance(interval, int | np.integer) or not 1 <= interval < 2**31:
         problems.add("interval", "a Python integer from 1 to 2^31 - 1", repr(interval))
     problems.raise_if_any()
     assert lengths is not None and accepted is not None
-    # Unsigned, where the sum of two int32 fits whatever they are.
-    counted = (lengths >= 0) & (accepted > 0)
-    past = jnp.where(counted, lengths, 0).astype(jnp.uint32) % jnp.uint32(interval)
+    # Host integers may be wider than int32, so they are reduced where they are. The sum is unsigned: that of two int32
+    # fits whatever they are.
+    known = lengths >= 0
+    every = np.asarray(interval, lengths.dtype) if np.iinfo(lengths.dtype).max >= interval else None
+    rest = lengths if every is None else lengths % every
+    past = jnp.where(jnp.asarray(known), jnp.asarray(rest.astype(np.int32)), 0).astype(jnp.uint32)
+    counted = jnp.asarray(known) & (accepted > 0)
     grown = past + jnp.where(counted, accepted, 0).astype(jnp.uint32)
     beyond = (grown % jnp.uint32(interval)).astype(jnp.int32)
     return jnp.where(counted & (grown >= jnp.uint32(interval)), accepted - beyond, 0)
 
 
-def _integers(name: str, value: Any, ndim: int, axes: str) -> jax.Array:
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    problems = Problems()
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        problems.add(name, "an integer array", dtype_name(array.dtype))
+def _integers(name: str, value: Any, ndim: int, axes: str, problems: Problems | None = None) -> Any:
+    """`value` as a signed integer array where it is, host integers in their own width; None with a problem recorded."""
+    own = Problems() if problems is None else problems
+    before = len(own.messages)
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:
+        own.add(name, axes, "a ragged list")
+        own.raise_if_any()
+        return None
+    if array.size == 0 and not hasattr(value, "dtype"):
+        array = array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+        own.add(name, "an array of signed integers", dtype_name(array.dtype))
     if array.ndim != ndim:
-        problems.add(name, axes, tuple(array.shape))
-    problems.raise_if_any()
-    return jnp.asarray(array)
+        own.add(name, axes, tuple(array.shape))
+    if problems is None:
+        own.raise_if_any()
+    return array if len(own.messages) == before else None

@@ -256,8 +256,8 @@ def calls(spec: ConvCacheSpec, mesh: Any, form: Any) -> Iterator[tuple[str, Call
         (pool, windows, ints, ints, ints),
     )
 
-    recurrent = array((2, 32, 8, 4, 4), "float32", specs.recurrent_state)
-    steps = array((2, 16, TOKENS, 8, 4, 4), "float32", specs.step_states)
+    recurrent = array((2, 32, 8, 8, 16), "float32", specs.recurrent_state)
+    steps = array((2, 16, TOKENS, 8, 8, 16), "float32", specs.step_states)
 
     def roll_back(pools: Any, windows: Any, steps: Any, slots: Any, accepted: Any) -> Any:
         cache = HybridCache(ConvCache(pools[0], windows, spec), pools[1])
@@ -426,7 +426,7 @@ def test_a_whole_cache(shape: Any, axis_type: Any, form: Any) -> None:
         name: (spec, unique_bits(spec.state_shape, spec.dtype, 1), unique_bits(spec.windows_shape, spec.dtype, 2))
         for name, spec in specs.items()
     }
-    state, steps = unique_bits((2, 32, 8, 4, 4), "float32", 5), unique_bits((2, 16, TOKENS, 8, 4, 4), "float32", 6)
+    state, steps = unique_bits((2, 32, 8, 8, 16), "float32", 5), unique_bits((2, 16, TOKENS, 8, 8, 16), "float32", 6)
     in_order = np.arange(16, dtype=np.int32)
     conv = {
         name: ConvCache(jnp.array(pool), jnp.array(windows), spec) for name, (spec, pool, windows) in arrays.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import types
 from typing import Any
@@ -11,12 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from jax_impl.bench import comparing, compiling, measure, program, step, subjects, timing
+from jax_impl.bench import comparing, compiling, measure, prefill, program, report, rollback, step, subjects, timing
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.layout import ConvCacheSpec
+from jax_impl.presets import get_preset
 from tests.cases import assert_same_bits, both_orders, spec_of
 
 SPEC = ConvCacheSpec(3, 11, 8, 128, 4, 4, "float32")
+HYBRID = ConvCacheSpec(2, 7, 4, 3 * 128, 4, 4, "float32")  # q, k and v with one head each
 
 
 # --- the text of a program --------------------------------------------------------------------------------------------
@@ -242,6 +245,15 @@ def test_everything_that_is_known_of_a_subject_is_in_its_row(monkeypatch: pytest
     assert not {"wall", "latency", "kernel"} & set(times)
 
 
+def test_a_kind_of_subject_is_a_whole_name_or_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"pallas": 1.0, "launch_per_group": 2.0, "lists_per_layer": 3.0, "copy_driver": 4.0, "copykat": 5.0}
+    makers = fixed(monkeypatch, times)
+    for only, names in ((("lists_per_layer", "copy"), ["lists_per_layer", "copy_driver"]), (("pallas",), ["pallas"])):
+        row = measure.fill(measure.identity("rollback", SPEC, 4), makers, measure.Options([4], only=only))
+        assert [name for name in times if name in row] == names
+        assert set(only) <= set(report.SUBJECTS)
+
+
 def test_arrays_that_do_not_fit_fail_their_own_points_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "random_cache", lambda spec: exhausted())
     rows = list(measure.measure("step", SPEC, measure.Options([1, 4])))
@@ -285,6 +297,67 @@ def test_scaling_changes_one_size_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
+@pytest.fixture
+def makers_seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Rows are not timed: (batch, calls by subject, arrays) of each point."""
+    seen: list[Any] = []
+
+    def fill(row: measure.Row, makers: measure.Makers, options: measure.Options) -> measure.Row:
+        partials: dict[str, Any] = dict(makers)
+        cases = {name: one.args for name, one in partials.items()}
+        calls = {name: next((a.calls for a in args if isinstance(a, Case)), None) for name, args in cases.items()}
+        seen.append((row["batch"], calls, {name: args[-2] for name, args in cases.items() if name == "pallas"}))
+        return row
+
+    monkeypatch.setattr(measure, "fill", fill)
+    return seen
+
+
+@pytest.mark.parametrize("torch_installed", [False, True])
+def test_points_of_a_rollback(monkeypatch: Any, makers_seen: list[Any], torch_installed: bool) -> None:
+    """Conv groups, then with recurrent state; the arrays of either are made once, and freed before the other's."""
+    made: list[Any] = []
+    monkeypatch.setattr(measure, "_has_torch", lambda: torch_installed)
+    monkeypatch.setattr(
+        rollback, "random_arrays", lambda spec, recurrent: made.append(recurrent) or ("arrays", recurrent)
+    )
+    monkeypatch.setattr(rollback, "torch_arrays", lambda spec, recurrent: made.append("torch") or ("twin", recurrent))
+    rows = list(measure.measure("rollback", rollback.model_spec("bfloat16", "time_major"), measure.Options([1])))
+    assert made == ([False, "torch", True, "torch"] if torch_installed else [False, True])
+    points = [(row["recurrent"], row["track"], row["batch"]) for row in rows]
+    assert points == list(itertools.product((False, True), (False, True), (1, 16, 64)))
+    more = ["triton", "copy_driver", "copy_kernel"] if torch_installed else []
+    for (batch, calls, arrays), row in zip(makers_seen, rows, strict=True):
+        lists = ["lists_per_layer"] if not (row["recurrent"] or row["track"]) else []
+        xla = ["xla"] if not row["recurrent"] else []
+        assert list(calls) == ["pallas", "launch_per_group", *lists, *xla, *more]
+        assert batch == row["batch"]
+        assert arrays == {"pallas": ("arrays", row["recurrent"])}
+        assert calls.get("xla", 10) <= 10
+    assert {row["model"] for row in rows} == {"Kimi-Linear-48B-A3B"}
+    assert [calls["pallas"] for _, calls, _ in makers_seen] == [32, 23, 6, 32, 12, 3, 13, 2, 2, 7, 2, 2]
+
+
+def test_points_of_a_prefill(monkeypatch: Any, makers_seen: list[Any]) -> None:
+    monkeypatch.setattr(measure, "_has_torch", lambda: True)
+    monkeypatch.setattr(subjects, "random_cache", lambda spec: "cache")
+    spec = get_preset("Qwen3.5-35B-A3B").spec(num_slots=746, max_requests=256, num_draft_tokens=4)
+    rows = list(measure.measure("prefill", spec, measure.Options([1])))
+    assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 512), (4, 512), (32, 128), (1, 8192), (8, 2048)]
+    for _, calls, arrays in makers_seen:
+        assert list(calls) == ["pallas", "xla", "pallas_continued", "xla_continued", "copy_driver", "copy_kernel"]
+        assert (arrays, calls["pallas_continued"]) == ({"pallas": "cache"}, calls["pallas"])
+        assert calls["xla"] == calls["xla_continued"] == min(10, calls["pallas"])
+    assert [calls["pallas"] for _, calls, _ in makers_seen] == [30, 16, 8, 4, 2]
+
+
+def test_a_line_says_which_of_an_operations_points_it_is() -> None:
+    of_rollback = measure.identity("rollback", HYBRID, 4) | {"recurrent": True, "track": True}
+    of_prefill = measure.identity("prefill", SPEC, 4) | {"tokens": 512, "xla": {"median_us": 3.0}}
+    assert measure.line(of_rollback) == "rollback time_major D=4 B=4 conv, recurrent, tracked"
+    assert measure.line(of_prefill) == "prefill time_major D=4 B=4 T=512  xla 3.00"
+
+
 def test_programs_are_rows_and_one_that_fails_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(plan: compiling.Program, implementation: Any) -> dict[str, Any]:
         assert implementation == "pallas"
@@ -309,6 +382,41 @@ def test_bytes_by_hand() -> None:
     assert case.verify_bytes == 5 * 17 * 128 * 2
     assert case.commit_bytes == 3 * 5 * 2 * 3 * 128 * 2
     assert case.step_bytes == 3 * case.verify_bytes + case.commit_bytes
+
+
+def test_bytes_of_a_rollback_and_a_prefill_by_hand() -> None:
+    """Kimi-Linear: 20 layers, three columns of 3·4096 channels, 2 MiB of state; and T + K-1 columns."""
+    spec = rollback.model_spec("bfloat16", "time_major")
+    assert (spec.num_layers, spec.num_slots, spec.max_requests, spec.num_draft_tokens) == (20, 160, 64, 4)
+    assert rollback.group_spec(spec).conv_dim == 4096
+    assert rollback.state_entry(spec) == (32, 128, 128)
+    (heads,) = {part.num_heads for part in get_preset(rollback.MODEL).parts}
+    assert heads == 32
+    conv, state = 20 * 5 * 2 * 3 * 3 * 4096 * 2, 20 * 5 * 2 * 2 * 2**20
+    for recurrent, track in itertools.product((False, True), (False, True)):
+        case = rollback.Case(spec, 5, 1, recurrent=recurrent, track=track)
+        assert case.rollback_bytes == (conv + recurrent * state) * (1 + track)
+    case = prefill.Case(spec_of(4, 4, num_layers=3, conv_dim=128), 5, 1, tokens=512)
+    assert case.prefill_bytes == 5 * 2 * (512 + 3) * 128 * 2
+
+
+def test_the_calls_of_a_run_move_a_gigabyte() -> None:
+    assert [subjects.distinct_calls(2**20 * size, 30) for size in (1, 35, 100, 512, 1500)] == [30, 30, 11, 2, 2]
+
+
+def test_tracked_slots_are_not_committed_ones() -> None:
+    """C = 7 and B = 3: both sets together are six different slots; the rows take turns."""
+    case = rollback.Case(HYBRID, 3, 8, track=True)
+    calls = rollback.index_sets(case, 8)
+    for one in calls:
+        assert len({*one["state_indices"].tolist(), *one["track_indices"].tolist()} & set(range(7))) == 6
+    assert [one["window_rows"].tolist() for one in calls[:3]] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+    for name in ("num_accepted_tokens", "track_num_tokens"):
+        assert {n for one in calls for n in one[name]} == {1, 2, 3, 4}
+    assert {array.dtype for one in calls for array in one.values()} == {np.dtype(np.int32)}
+    assert set(rollback.index_sets(dataclasses.replace(case, track=False), 1)[0]) == {
+        "state_indices", "num_accepted_tokens", "window_rows",
+    }  # fmt: skip
 
 
 def test_index_sets_rotate() -> None:
@@ -352,6 +460,121 @@ def test_a_looped_subject_makes_every_call(axis_order: Any) -> None:
         state = swap(np.asarray(cache.conv_state)[layer, step_slots[b]])
         assert_same_bits(row, np.concatenate([state[1:], np.asarray(x[layer])[b]]))
     assert all(np.asarray(y).any() for y in outputs)
+
+
+@pytest.fixture
+def small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight heads of 16 channels instead of one of 128: an eighth of the recurrent state."""
+    monkeypatch.setattr(rollback, "HEAD_CHANNELS", 16)
+
+
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each looped subject leaves after one round of its calls, and the number of them."""
+    seen: list[Any] = []
+
+    def looped(body: Any, carried: Any, arguments: Any, calls: int) -> Subject:
+        seen.append((jax.jit(body)(carried, *arguments), calls))
+        return Subject(print, calls)
+
+    monkeypatch.setattr(subjects, "looped", looped)
+    return seen
+
+
+@pytest.mark.parametrize("form", rollback.FORMS)
+@pytest.mark.usefixtures("small_heads")
+@both_orders
+def test_the_timed_rollbacks_make_every_call(bodies: list[Any], axis_order: Any, form: str) -> None:
+    """Every pool after three calls is what the windows and step states say, whatever the form."""
+    spec = dataclasses.replace(HYBRID, axis_order=axis_order)
+    for recurrent in (False, True):
+        case = rollback.Case(spec, 3, 3, recurrent=recurrent, track=recurrent)
+        if form not in rollback.forms(case):
+            assert (form, recurrent, case.track) == ("lists_per_layer", True, True)
+            continue
+        cache, steps = rollback.random_arrays(spec, recurrent)
+        rollback.jax_rollback(form, case, (cache, steps), "xla")
+        got, calls = bodies.pop()
+        assert calls == 3
+        for part, group in cache.conv.items():
+            expected, windows = np.array(group.conv_state), np.asarray(group.conv_windows)
+            for one in rollback.index_sets(case, 3):
+                for slot, row, n in committed(one):
+                    columns = np.arange(n - 1, n + 2)
+                    expected[:, slot] = windows[:, row].take(columns, axis=1 if axis_order == "time_major" else 2)
+            pools = got.conv[part] if form == "lists_per_layer" else [got.conv[part]]
+            pool = np.stack([np.asarray(one.conv_state) for one in pools]).reshape(expected.shape)
+            assert_same_bits(pool, expected, part)
+        if recurrent:
+            expected = np.array(cache.recurrent_state)
+            for one in rollback.index_sets(case, 3):
+                for slot, row, n in committed(one):
+                    expected[:, slot] = np.asarray(steps)[:, row, n - 1]
+            assert_same_bits(np.asarray(got.recurrent_state), expected)
+
+
+def committed(indices: dict[str, np.ndarray]) -> list[tuple[int, int, int]]:
+    """(slot, row, count) of every destination of one call."""
+    rows = indices["window_rows"].tolist()
+    sets = [("state_indices", "num_accepted_tokens"), ("track_indices", "track_num_tokens")]
+    return [
+        one
+        for slots, counts in sets
+        if slots in indices
+        for one in zip(indices[slots].tolist(), rows, indices[counts].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("small_heads")
+def test_each_form_launches_what_it_says(bodies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel launches of one call, counted where the kernels are started."""
+    from jax_impl import commit
+
+    launches: list[int] = []
+    launch = commit._launch
+    monkeypatch.setattr(
+        commit, "_launch", lambda call, groups, **more: launches.append(len(groups)) or launch(call, groups, **more)
+    )
+    expected = {
+        (False, "pallas"): [3],
+        (False, "launch_per_group"): [1, 1, 1],
+        (False, "lists_per_layer"): [6],
+        (True, "pallas"): [4],
+        (True, "launch_per_group"): [1, 1, 1, 1],
+    }
+    for (recurrent, form), groups in expected.items():
+        arrays = rollback.random_arrays(HYBRID, recurrent)
+        one, own = rollback.form_and_cache(form, arrays[0], "pallas_interpret")
+        (indices,) = rollback.index_sets(rollback.Case(HYBRID, 3, 1, recurrent=recurrent), 1)
+        jax.eval_shape(one, own, arrays[1], indices)
+        assert launches == groups, form
+        del launches[:]
+
+
+@both_orders
+def test_the_timed_prefills_make_every_call(bodies: list[Any], axis_order: Any) -> None:
+    """Slots hold the last inputs; only the first K-1 tokens see whether a prompt continues."""
+    spec = dataclasses.replace(SPEC, axis_order=axis_order)
+    cache, case = subjects.random_cache(spec), prefill.Case(spec, 2, 3, tokens=7)
+    for continued in (False, True):
+        prefill.jax_prefill(case, cache, "xla", continued=continued)
+    prefill.jax_prefill(case, jax.tree.map(jax.numpy.zeros_like, cache), "xla", continued=True)
+    ((pool, fresh), calls), ((same_pool, carried), _), ((_, from_zeros), _) = bodies
+    assert calls == 3
+    x, weights = subjects.verify_inputs(case, 3, 7)
+    largest = 4 * max(float(abs(one).max()) for one in x) * max(float(abs(one.taps).max()) for one in weights)
+    rounding = (4 + 10) * 2.0**-23 * largest  # two programs' sums of K products and their activations
+    np.testing.assert_allclose(fresh, from_zeros, rtol=0, atol=rounding)
+    assert_same_bits(np.asarray(pool), np.asarray(same_pool))
+    expected = np.array(cache.conv_state)
+    slots, _, _ = subjects.index_sets(case, 3)
+    for call in range(3):
+        last = np.asarray(x[call])[:, -3:]
+        expected[call, slots[call]] = last if axis_order == "time_major" else last.swapaxes(-1, -2)
+        (new, old) = np.asarray(fresh[call]), np.asarray(carried[call])
+        assert new.shape == (2, 7, 128)
+        assert (new != old).any(axis=(0, 2)).tolist() == [True] * 3 + [False] * 4
+    assert_same_bits(np.asarray(pool), expected)
 
 
 @pytest.mark.parametrize("form", step.FORMS)
@@ -476,47 +699,118 @@ def test_the_timed_triton_calls(torch_cpu: Any, monkeypatch: Any, axis_order: An
     assert step.copies(case, kernel=False).facts == {"launches": 3.0}
 
 
+@pytest.mark.usefixtures("small_heads")
+@both_orders
+def test_the_triton_rollback_is_that_of_jax(torch_cpu: Any, axis_order: Any) -> None:
+    spec = dataclasses.replace(HYBRID, axis_order=axis_order)
+    for recurrent in (False, True):
+        arrays = rollback.random_arrays(spec, recurrent)
+        case = rollback.Case(spec, 3, 1, recurrent=recurrent, track=True)
+        expected = comparing._rollback_results("pallas", case, arrays, "xla")
+        got = comparing._triton_rollback_results(case, arrays)
+        assert set(got) == set(expected) == {*"qkv", *(["recurrent"] if recurrent else [])}
+        assert not comparing._differences(expected, got, None)
+
+
+def test_the_timed_triton_rollbacks(torch_cpu: Any, monkeypatch: Any) -> None:
+    """Every call has index arguments of its own, and starts a kernel for each pool."""
+    case = rollback.Case(HYBRID, 3, 2, recurrent=True, track=True)
+    slots: list[Any] = []
+    monkeypatch.setattr(
+        rollback, "triton_rollback", lambda cache, steps, indices: slots.append(indices["track_indices"].tolist())
+    )
+    subject = rollback.torch_rollback(case, rollback.torch_arrays(HYBRID, True))
+    assert (subject.calls, subject.facts) == (2, {"launches": 4})
+    of_calls = [one["track_indices"].tolist() for one in rollback.index_sets(case, 2)]
+    assert slots == [*of_calls, *of_calls]  # warmed up, then captured
+
+
 # --- comparing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_heads")
+def test_the_comparison_of_rollbacks_and_prefills(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """What is timed is what the interpreted kernels agree on; here in one axis order and two of the four kinds."""
+    assert set(comparing.ROLLBACKS) == set(itertools.product((False, True), (False, True)))
+    monkeypatch.setattr(comparing, "ROLLBACKS", ((False, False), (True, True)))
+    for operation in ("rollback", "prefill"):
+        (point,) = comparing.small(operation, "time_major")
+        assert comparing.check(point)
+    head = "check rollback time_major conv_dim=384 C=7 B=3"
+    forms = ["pallas_interpret", "pallas_interpret launch_per_group", "pallas_interpret lists_per_layer"]
+    expected = [f"{head} conv: {form}: same" for form in forms]
+    expected += [f"{head} conv, recurrent, tracked: {form}: same" for form in forms[:2]]
+    head = "check prefill time_major conv_dim=128 C=11 B=5"
+    expected += [f"{head} pallas_interpret: same", f"{head} continued: pallas_interpret: same"]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_the_comparison_before_a_rollback_is_timed_is_small() -> None:
+    """Two layers; slots for two index sets, and few of them: a slot's recurrent state is 4 MiB then."""
+    spec = rollback.model_spec("bfloat16", "channel_major")
+    point = comparing.reduced("rollback", spec)
+    assert point.batch * 2 <= point.spec.num_slots < 40
+    assert point.batch <= point.spec.max_requests
+    sizes = {"num_layers": 20, "num_slots": 160, "max_requests": 64}
+    assert dataclasses.replace(point.spec, **sizes) == spec
+    assert point.spec.num_layers == 2
+
+
+def with_one_bit_flipped(array: jax.Array) -> jax.Array:
+    """The array with another last bit in its last element."""
+    unsigned = {2: "uint16", 4: "uint32"}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, unsigned).ravel()
+    other = bits.at[-1].set(bits[-1] ^ bits.dtype.type(1)).reshape(array.shape)
+    return jax.lax.bitcast_convert_type(other, array.dtype)
 
 
 @pytest.fixture
 def wrong_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One function whose interpreted kernel leaves its first result off by one bit or one part in fifty."""
     name = request.param
-    for module in (comparing, step):
+    for module in (comparing, step, rollback):
+        if not hasattr(module, name):
+            continue
         original = getattr(module, name)
 
         def off(*arguments: Any, implementation: Any, original: Any = original, **options: Any) -> Any:
             result = original(*arguments, implementation="xla", **options)
             if implementation == "xla":
                 return result
-            if name == "commit_conv_state":
-                bits = jax.lax.bitcast_convert_type(result, "uint16")
-                return jax.lax.bitcast_convert_type(
-                    bits.at[0, 3, 1, 5].set(bits[0, 3, 1, 5] ^ np.uint16(1)), "bfloat16"
-                )
-            return result[0] * jax.numpy.bfloat16(1.02), result[1]
+            if name.startswith("causal_conv1d"):
+                return result[0] * jax.numpy.bfloat16(1.02), result[1]
+            (first, *others), structure = jax.tree.flatten(result)
+            return structure.unflatten([with_one_bit_flipped(first), *others])
 
         monkeypatch.setattr(module, name, off)
 
 
 @pytest.mark.parametrize(
-    ("operation", "wrong_kernel", "wrong"),
+    ("operation", "wrong_kernel", "wrong", "lines"),
     [
-        ("commit", "commit_conv_state", "pool"),
-        ("verify", "causal_conv1d_verify", "y"),
-        ("step", "commit_conv_state", "pool"),
-        ("step", "causal_conv1d_verify", "y"),
+        ("commit", "commit_conv_state", "pool", 1),
+        ("verify", "causal_conv1d_verify", "y", 1),
+        ("step", "commit_conv_state", "pool", 2),
+        ("step", "causal_conv1d_verify", "y", 2),
+        ("prefill", "causal_conv1d_prefill", "y", 2),
+        ("rollback", "commit_after_verify", "k(, q, v)?", 2),
+        ("rollback", "commit_recurrent_state", "recurrent", 1),
     ],
     indirect=["wrong_kernel"],
 )
-@pytest.mark.usefixtures("wrong_kernel")
-def test_a_wrong_kernel_is_found(capsys: pytest.CaptureFixture[str], operation: str, wrong: str) -> None:
+@pytest.mark.usefixtures("wrong_kernel", "small_heads")
+def test_a_wrong_kernel_is_found(capsys: Any, monkeypatch: Any, operation: str, wrong: str, lines: int) -> None:
+    monkeypatch.setattr(comparing, "ROLLBACKS", ((True, True),))
     (point,) = comparing.small(operation, "time_major")
     assert not comparing.check(point)
     said = capsys.readouterr().out.splitlines()
-    assert all(line.endswith(f": DIFFERENT {wrong}") for line in said if "pallas_interpret" in line)
-    assert [line for line in said if "xla scan" in line] == [line for line in said if line.endswith("same")]
+    different = [line for line in said if ": DIFFERENT " in line]
+    assert len(different) == lines
+    assert all(re.fullmatch(wrong, line.split(": DIFFERENT ")[1]) for line in different)
+    assert all("pallas_interpret" in line for line in different)
+    assert [line for line in said if "xla scan" in line] == [
+        line for line in said if line.endswith("same") and operation == "step"
+    ]
 
 
 def test_a_program_with_a_copy_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,27 @@ STEP = row(
     copy_driver=walled(48.0),
     copy_kernel=walled(40.0),
 )
+OF_MODEL = {
+    "num_layers": 20, "conv_dim": 12288, "num_slots": 160, "model": "Kimi-Linear-48B-A3B", "groups": 3,
+    "state": [32, 128, 128],
+}  # fmt: skip
+
+
+def rolled_back(recurrent: bool, track: bool, **more: Any) -> report.Row:
+    """A rollback of 4 µs beside a launch per group of 5 µs and a copy of 3 µs."""
+    times = {"pallas": timed(4.0), "launch_per_group": timed(5.0), "copy_driver": timed(3.0), "triton": timed(6.0)}
+    return row("rollback", **times, recurrent=recurrent, track=track) | OF_MODEL | more
+
+
+PREFILL = row(
+    "prefill",
+    tokens=512,
+    pallas=timed(4.0),
+    pallas_continued=timed(5.0),
+    xla=timed(10.0),
+    xla_continued=timed(15.0),
+    copy_kernel=timed(3.0),
+)
 COMPILED = {"trace_s": 0.5, "compile_s": 1.25, "launches": 31.0, "temp_bytes": 1000, "state_bytes": 50_000}
 SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
 
@@ -117,6 +138,15 @@ SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
             row("compile", form="while_loop", command_buffers=False, pool_copies=["copy", "pad"], **COMPILED),
             "| commit: while_loop | time_major | 30 | no | 0.50 | 1.25 | 31 | 2.00% | copy, pad |",
         ),
+        (
+            rolled_back(False, False, xla=timed(14.0), lists_per_layer=timed(9.0)),
+            "| conv | time_major | 1 | 16 | 4.00 | 3.00 | 75.0% | 0.80 | 2.25 | 3.5 | 1.50 |",
+        ),
+        (
+            rolled_back(True, True),
+            "| conv, recurrent | time_major | 2 | 16 | 4.00 | 3.00 | 75.0% | 0.80 | – | – | 1.50 |",
+        ),
+        (PREFILL, "| time_major | 16 | 512 | 4.00 | 3.00 | 75.0% | 2.5 | 5.00 | 3.0 |"),
         (row("scaling", of="verify", **SCALED), "| verify | time_major | 16 | 8192 | 746 | 4.00 | 3.00 | 75.0% |"),
     ],
 )
@@ -124,6 +154,37 @@ def test_tables_of_the_other_operations(point: report.Row, line: str) -> None:
     text = report.tables(record(row(pallas=timed(2.0)), point)).split("\n\n")
     assert text[-1].splitlines()[-1] == line
     assert {row.count("|") for row in text[-1].splitlines()} == {line.count("|")}
+
+
+def test_a_rollback_has_a_geometry_of_its_own() -> None:
+    """It stands above the table, and the title names a preset only where other points are of it."""
+    own = "Rollback of Kimi-Linear-48B-A3B: L=20, conv_dim=3×4096, K=4, bfloat16, C=160, state 32×128×128 in float32."
+    rolled, other = rolled_back(False, False), row(pallas=timed(2.0))
+    alone, mixed = (report.tables(record(*points)).split("\n\n") for points in ([rolled], [other, rolled]))
+    assert alone[0] == "GPU, driver 1, JAX 0.11.2, Triton none, 2026-11-29."
+    assert mixed[0].endswith("; Qwen3.5-35B-A3B at TP 1: L=30, conv_dim=8192, K=4, bfloat16, C=746.")
+    assert (alone[1], mixed[2]) == (own, own)
+    assert alone[2].startswith("| rollback of |")
+    assert own not in mixed[1]
+
+
+def test_what_failed_is_named_with_its_variant() -> None:
+    more = {"errors": {"xla": "RuntimeError: x"}}
+    text = report.tables(record(rolled_back(True, True, **more), rolled_back(False, False, **more), PREFILL | more))
+    what = "time_major D=4 B=16"
+    assert text.endswith(
+        f"Failed: rollback {what} conv, recurrent, tracked: xla; rollback {what} conv: xla; prefill {what} T=512: xla."
+    )
+
+
+def test_a_point_that_was_not_timed_has_dashes_and_no_plot(tmp_path: pathlib.Path) -> None:
+    """A comparison that fails leaves a row without its operation's own fields."""
+    pytest.importorskip("matplotlib")
+    wrong = [row(name, errors={"check": "results differ from the XLA form"}) for name in ("rollback", "prefill")]
+    text = report.table(saved(tmp_path / "x.json", record(*wrong)))
+    assert "| – | time_major | – | 16 | – |" in text
+    assert "| time_major | 16 | – | – |" in text
+    assert len(plots.draw(record(*wrong), "x", tmp_path)) == 3
 
 
 def test_what_failed_is_named_below_the_tables() -> None:
@@ -168,6 +229,14 @@ def test_a_readme_has_no_scaling_and_each_program_once() -> None:
     programs[1]["axis_order"] = "channel_major"
     ((one, keep),) = report.newest([record(*programs, row("scaling", of="verify", **SCALED))])
     assert [point for point in one["points"] if keep(point)] == programs[:1]
+
+
+def test_a_readme_has_rollbacks_and_prefills_of_one_model_once() -> None:
+    """A rollback measured beside another preset is of the same model as ever; a prefill is of the preset."""
+    first = record(rolled_back(False, False), PREFILL)
+    second = record(rolled_back(True, False), PREFILL, date="2026-12-01") | {"preset": "Kimi-K3", "tp": 8}
+    shown = [(one, [point for point in one["points"] if keep(point)]) for one, keep in report.newest([first, second])]
+    assert shown == [(first, [PREFILL]), (second, second["points"])]
 
 
 @pytest.mark.parametrize("change", [{"tp": 2}, {"preset": "Kimi-K3"}, {"command_buffers": False}])
@@ -244,6 +313,7 @@ def everything() -> report.Record:
             more = {"axis_order": order, "batch": batch}
             times = {"pallas": timed(2.0 * batch), "copy_driver": timed(1.0 * batch)}
             rows += [row(name, **times) | more for name in ("commit", "verify")]
+            rows += [PREFILL | more | {"tokens": 128 // batch}]
             rows += [STEP | more, row("step", errors={"arrays": "x"}) | more | {"batch": 64}]
         rows += [
             row("compile", form=form, command_buffers=True, **COMPILED) | {"axis_order": order, "num_layers": n}
@@ -256,13 +326,15 @@ def everything() -> report.Record:
             for over, size in (("conv_dim", 1024), ("conv_dim", 2048), ("num_slots", 64))
         ]
         rows.append(row("scaling", errors={"check": "x"}) | {"axis_order": order})
+    for recurrent, track in ((False, False), (False, True), (True, False)):
+        rows += [rolled_back(recurrent, track, batch=batch, lists_per_layer=timed(9.0)) for batch in (1, 16)]
     return record(*rows)
 
 
 def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plots.draw(everything, "stem", tmp_path)
-    names = ("commit", "verify", "step", "scaling", "compile", "bytes")
+    names = ("commit", "verify", "step", "rollback", "prefill", "scaling", "compile", "bytes")
     assert paths == [tmp_path / f"stem-{name}.png" for name in names]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
@@ -291,6 +363,44 @@ def test_a_step_is_drawn_by_its_wall_time(everything: report.Record) -> None:
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "16", "64"]
 
 
+def test_a_rollback_is_drawn_by_what_it_takes_along(everything: report.Record) -> None:
+    pytest.importorskip("matplotlib")
+    figure = plots._rollback_figure([point for point in everything["points"] if point["operation"] == "rollback"])
+    assert [axes.get_title() for axes in figure.axes] == [
+        f"{what}, {sets}"
+        for what in ("conv groups", "conv groups and recurrent state")
+        for sets in ("1 index set", "2 index sets")
+    ]
+    first, *_, last = figure.axes
+    assert (first.get_xlabel(), first.get_ylabel()) == ("requests B", "device time of one rollback (µs)")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in first.get_lines()}
+    assert lines == {
+        "one launch": [[1, 4], [16, 4]],
+        "one launch per group": [[1, 5], [16, 5]],
+        "one array per layer": [[1, 9], [16, 9]],
+        "Triton in a CUDA graph": [[1, 6], [16, 6]],
+        "limit: copy of the same bytes": [[1, 3], [16, 3]],
+    }
+    assert not last.get_lines()
+
+
+def test_a_prefill_is_drawn_by_its_tokens(everything: report.Record) -> None:
+    """One prompt of 128 tokens and 16 of 8 are as many; every axis order has a panel."""
+    pytest.importorskip("matplotlib")
+    points = [point for point in everything["points"] if point["operation"] == "prefill"]
+    points[0]["tokens"] = 64
+    figure = plots._prefill_figure(points)
+    assert [axes.get_title() for axes in figure.axes] == ["time_major, 1×64, 16×8", "channel_major, 1×128, 16×8"]
+    for axes, small in zip(figure.axes, (64, 128), strict=True):
+        assert (axes.get_xlabel(), axes.get_ylabel()) == (
+            "tokens B·T of one call", "device time of one layer's prefill (µs)",
+        )  # fmt: skip
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        assert lines["Pallas, continued"] == [[small, 5], [128, 5]]
+        assert lines["XLA"] == [[small, 10], [128, 10]]
+        assert len(lines) == 5
+
+
 def test_bytes_against_tokens_are_the_layouts() -> None:
     """K = 4: D·3 columns against D + 2 of 8192 channels in 30 layers, two bytes each."""
     pytest.importorskip("matplotlib")
@@ -306,7 +416,7 @@ def test_report_draws_on_any_machine(everything: report.Record, tmp_path: pathli
     pytest.importorskip("matplotlib")
     files = [saved(tmp_path / f"{name}.json", everything) for name in ("a", "b")]
     assert main(["bench", "--report", *map(str, files), "--plots", str(tmp_path / "new")]) == 0
-    assert len(list((tmp_path / "new").glob("*.png"))) == 12
+    assert len(list((tmp_path / "new").glob("*.png"))) == 16
     assert capsys.readouterr().out.count("GPU, driver 1, JAX") == 2
 
 

@@ -498,8 +498,14 @@ def no_run(request, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("comit",), "argument OPERATION: expected commit, verify, step, compile, scaling or all, got comit."),
-        (("all", "comit"), "argument OPERATION: expected commit, verify, step, compile, scaling or all, got comit."),
+        (
+            ("comit",),
+            "argument OPERATION: expected commit, verify, step, rollback, prefill, compile, scaling or all, got comit.",
+        ),
+        (
+            ("all", "comit"),
+            "argument OPERATION: expected commit, verify, step, rollback, prefill, compile, scaling or all, got comit.",
+        ),
         (
             ("--preset", "Kimi-K33"),
             "argument --preset/--model: expected a published model, got 'Kimi-K33'. Close names: Kimi-K3.",
@@ -603,6 +609,27 @@ def test_bench_hands_its_options_on(capsys, measured):
     assert options == measure.Options([1, 256], 3, "random", True, False, ("pallas", "copy"))
 
 
+def test_bench_measures_a_rollback_and_a_prefill_once_for_all_draft_tokens(measured, tmp_path):
+    """The rollback's model is its own, in one axis order; the file's geometry stays that of the preset."""
+    assert (
+        main(["bench", "rollback", "prefill", "--draft-tokens", "2", "8", "--slots", "300", "--out", str(tmp_path)])
+        == 0
+    )
+    (rolled, *prefills) = [(operation, spec) for operation, spec, _ in measured]
+    assert rolled == (
+        "rollback",
+        get_preset("Kimi-Linear-48B-A3B").spec(num_slots=160, max_requests=64, num_draft_tokens=4),
+    )
+    assert [(name, one.axis_order, one.num_draft_tokens, one.num_slots) for name, one in prefills] == [
+        ("prefill", "time_major", 2, 300),
+        ("prefill", "channel_major", 2, 300),
+    ]
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.endswith("-rollback-prefill-D2-8.json")
+    geometry = json.loads(path.read_text())["geometry"]
+    assert (geometry["num_layers"], geometry["conv_dim"], geometry["num_slots"]) == (30, 8192, 300)
+
+
 def test_a_model_that_is_not_the_default_is_in_the_name_of_the_file(measured, tmp_path):
     assert main([*BENCH, "verify", "--model", "Kimi-K3", "--tp", "8", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
@@ -671,7 +698,7 @@ def test_every_operation_has_something_small_for_the_cpu(capsys, monkeypatch):
     monkeypatch.setattr(comparing, "check", lambda point: seen.append(point) or point.operation != "step")
     assert main(["bench"]) == 1
     assert [point.operation for point in seen if point.spec.axis_order == "time_major"] == [
-        "commit", "verify", "step", "compile", *["commit"] * 3, *["verify"] * 3,
+        "commit", "verify", "step", "rollback", "prefill", "compile", *["commit"] * 3, *["verify"] * 3,
     ]  # fmt: skip
     assert main(["bench", "commit", "compile"]) == 0
 

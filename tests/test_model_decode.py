@@ -215,7 +215,8 @@ def test_a_donated_step_stays_in_place() -> None:
 
 def test_steps_do_not_wait_for_the_host() -> None:
     """No callback in the program, and steps launched ahead say the same, beyond the end of some requests too."""
-    made = engine()
+    stop = greedy()[1][17]
+    made = engine(stop_token_ids=(stop,))
     arguments = (made.parameters, made.state, made.drafter, made._slots_of_rows)
     program = decode.verify_step.trace(*arguments, config=made.config, implementation="xla").jaxpr
     assert "callback" not in str(program)
@@ -223,9 +224,11 @@ def test_steps_do_not_wait_for_the_host() -> None:
     results = [made.launch() for _ in range(29)]
     for result in results:
         made.collect(result)
-    assert [request.tokens for request in requests] == [
-        tokens[: request.max_new_tokens] for tokens, request in zip(greedy(), requests, strict=True)
-    ]
+    for tokens, request in zip(greedy(), requests, strict=True):
+        end = tokens.index(stop) + 1 if stop in tokens else NEW_TOKENS
+        assert request.tokens == tokens[: min(end, request.max_new_tokens)]
+    assert requests[1].finish_reason == "stop"
+    assert made.statistics.tokens == sum(len(request.tokens) - 1 for request in requests)  # nothing behind an end
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

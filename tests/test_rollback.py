@@ -344,7 +344,7 @@ def test_mismatches_of_a_whole_cache() -> None:
         "`step_states`: expected the pytree of `cache.recurrent_state`"
     )
     assert message_of(commit_after_verify, HybridCache(conv, pool[:, :-1]), two, two, step_states=steps[:, :, :2]) == [
-        "`cache.recurrent_state`: expected L = 2, C = 11, D = 3 of the conv cache, got L = 2, C = 10, D = 2."
+        "`cache.recurrent_state`: expected C = 11, D = 3 of the conv cache, got C = 10, D = 2."
     ]
     fewer = steps[:, :2]
     assert message_of(commit_after_verify, HybridCache(conv, pool), two, two, step_states=fewer, window_rows=two) == [
@@ -355,7 +355,7 @@ def test_mismatches_of_a_whole_cache() -> None:
 
 def test_wrong_counts_and_intervals() -> None:
     assert message_of(accepted_from_index, jnp.zeros((2, 2))) == [
-        "`accept_index`: expected an integer array, got float32."
+        "`accept_index`: expected an array of signed integers, got float32."
     ]
     assert message_of(accepted_from_index, jnp.zeros(2, jnp.int32)) == [
         "`accept_index`: expected request, token = (B, D), got (2,)."

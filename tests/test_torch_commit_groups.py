@@ -300,7 +300,7 @@ ERRORS = [
     ),
     (
         {"step_states": torch.ones(2, 4, 4, 4), "null_slot": "x"},
-        "`cache.recurrent_state`: expected layers, slots, tokens = (2, 9, 3), got (2, 9, 4). Those of the conv cache.\n"
+        "`cache.recurrent_state`: expected slots, tokens = (9, 3), got (9, 4). Those of the conv cache.\n"
         "`null_slot`: expected a Python integer or None, got 'x'.",
     ),
     (
@@ -356,7 +356,7 @@ def test_errors_name_the_place_in_the_cache() -> None:
         "`cache['kda'][1].conv_state`: expected layer, slot, column, channel = (2, 9, 3, 5), got (2, 8, 3, 5).",
         "`cache['kda'][1].conv_windows`: expected layer, row, column, channel = (2, 4, 6, 5), got (2, 4, 5, 5).",
         "`cache`: expected specs with one num_draft_tokens, got [3, 4]. "
-        "One step verifies the same tokens in all groups.",
+        "Groups that differ in it would skip different requests.",
         "`step_states`: expected None, as cache.recurrent_state has there, got Tensor.",
     ]
     assert not cache.conv[1].conv_state.any()

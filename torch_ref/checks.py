@@ -74,7 +74,11 @@ class Indices:
             taken = value
             self.same_device(name, value.device)
         else:
-            taken = torch.tensor(value.tolist() if hasattr(value, "tolist") else value, device=self.device)
+            try:
+                taken = torch.tensor(value.tolist() if hasattr(value, "tolist") else value, device=self.device)
+            except (TypeError, ValueError, RuntimeError):
+                self.wrong.append(mismatch(name, "a flat list of bools", repr(value)))
+                return torch.zeros(self.num_requests or 0, dtype=torch.bool, device=self.device)
             taken = taken.bool() if taken.numel() == 0 else taken
         if taken.dtype != torch.bool:
             self.wrong.append(mismatch(name, "dtype torch.bool", taken.dtype))
@@ -193,7 +197,8 @@ class Call(Indices):
             if layer is not None:
                 self.wrong.append(mismatch("layer", "None for one layer's tensors", repr(layer)))
         elif isinstance(layer, torch.Tensor):
-            if layer.dtype.is_floating_point or layer.dtype in (torch.bool, torch.complex64) or layer.numel() != 1:
+            is_integer = not (layer.dtype.is_floating_point or layer.dtype.is_complex or layer.dtype == torch.bool)
+            if not is_integer or layer.numel() != 1:
                 self.wrong.append(mismatch("layer", "one integer", f"{layer.dtype} {tuple(layer.shape)}"))
             else:
                 self.same_device("layer", layer.device)
@@ -211,7 +216,7 @@ class Call(Indices):
         check_null_slot(null_slot, self.wrong)
         if activation not in ("silu", None):
             self.wrong.append(mismatch("activation", "'silu' or None", repr(activation)))
-        self.common |= {"null_slot": null_slot, "silu": activation == "silu"}
+        self.common |= {"null_slot": as_integer(null_slot), "silu": activation == "silu"}
 
     def take_rows(self, window_rows: IndexArray | None) -> torch.Tensor | None:
         """Buffer rows; without them request b needs row b to exist."""

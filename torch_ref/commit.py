@@ -36,7 +36,7 @@ from torch_ref.checks import (
     leaves_of,
     shares_memory,
 )
-from torch_ref.layout import LARGEST, ConvCacheSpec, mismatch
+from torch_ref.layout import LARGEST, ConvCacheSpec, as_integer, mismatch
 
 Cache = TypeVar("Cache")
 
@@ -205,10 +205,11 @@ def commit_after_verify(
     groups = [_conv_group(call, one.conv_state, one.conv_windows) for call, one in calls]
     if not groups and not wrong:
         wrong.append(mismatch(place, "at least one ConvCache", repr(conv)))
-    tokens = sorted({call.spec.num_draft_tokens for call, _ in calls})
-    if len(tokens) > 1:
-        hint = "One step verifies the same tokens in all groups."
-        wrong.append(mismatch(place, "specs with one num_draft_tokens", tokens, hint))
+    for field in ("num_slots", "num_draft_tokens"):
+        sizes = sorted({getattr(call.spec, field) for call, _ in calls})
+        if len(sizes) > 1:
+            hint = "Groups that differ in it would skip different requests."
+            wrong.append(mismatch(place, f"specs with one {field}", sizes, hint))
     like = groups[0].spec if groups else None
     held = cache.recurrent_state if is_hybrid else None
     groups += _recurrent_groups(
@@ -253,7 +254,7 @@ class _Given:
             "accepted": indices.first_index("num_accepted_tokens", self.num_accepted_tokens),
             "rows": indices.index("window_rows", self.window_rows),
             "valid": indices.index("num_valid_tokens", self.num_valid_tokens),
-            "null_slot": self.null_slot,
+            "null_slot": as_integer(self.null_slot),
         }
         if (self.track_indices is None) != (self.track_num_tokens is None):
             order = 1 if self.track_indices is None else -1
@@ -363,9 +364,9 @@ def _check_recurrent_shapes(
         return False
     found = (held[0] if layer_axis else 1, held[lead - 1], steps[lead])
     if like is not None:
-        wanted = (like.num_layers, like.num_slots, like.num_draft_tokens)
-        if found != wanted:
-            wrong.append(mismatch(name, f"layers, slots, tokens = {wanted}", found, "Those of the conv cache."))
+        wanted = (like.num_slots, like.num_draft_tokens)
+        if found[1:] != wanted:
+            wrong.append(mismatch(name, f"slots, tokens = {wanted}", found[1:], "Those of the conv cache."))
     if 0 in (*found, *held[lead:]):
         wrong.append(mismatch(steps_name, "no axis of size 0 but rows", steps, f"`{name}` is {held}."))
     elif math.prod(held[lead:]) > LARGEST:

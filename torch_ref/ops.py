@@ -182,6 +182,8 @@ def causal_conv1d_prefill(
     call = Call(spec, conv_state, wrong)
     call.check_written("conv_state", conv_state)
     num_tokens = x.shape[1] if isinstance(x, torch.Tensor) and x.ndim == 3 else 0
+    if isinstance(x, torch.Tensor) and x.ndim == 3 and num_tokens == 0:
+        wrong.append(mismatch("x", "at least one token", tuple(x.shape)))
     call.take_inputs(x, weight, bias, ("token", num_tokens), state_indices)
     call.take_layer(layer)
     call.take_options(null_slot, activation)

@@ -13,7 +13,7 @@ from typing import Any
 from jax_impl.arguments import CliError, positive, published_model, up_to
 from jax_impl.bench import plots, report
 from jax_impl.bench.report import OPERATIONS
-from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, ConvCacheSpec
+from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, AxisOrder, ConvCacheSpec
 
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds
 README = pathlib.Path("README.md")
@@ -29,6 +29,8 @@ def add_parser(subparsers: Any) -> None:
         help="time the operations and a whole step against a device copy of the same bytes",
         description="On a GPU, times the operations and writes JSON and plots; on the CPU, compares results only. "
         "commit: all layers in one launch. verify: one layer. step: a verify in every layer and one commit in one jit. "
+        "rollback: the conv groups of a KDA model with and without its recurrent state, in one launch and in several; "
+        "its geometry, slots, D and batches are fixed. prefill: one layer over whole prompts of fixed sizes. "
         "compile: seconds, temporary memory and copies of the compiled programs. scaling: commit and verify over "
         "conv_dim and slots.",
     )
@@ -43,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     option("--axis-order", nargs="+", default=list(AXIS_ORDERS), choices=AXIS_ORDERS)
     option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the state (default: %(default)s)")
     option("--accept", choices=("all", "random"), help="accepted tokens (default: all for step, random elsewhere)")
-    option("--repeats", type=positive, help="timed runs per subject (default: 20, fewer for step and scaling)")
+    option("--repeats", type=positive, help="timed runs per subject (default: 20, fewer where a call is long)")
     option("--subjects", nargs="+", default=[], choices=report.SUBJECTS, help="time these only (default: all)")
     option("--no-kernel-times", action="store_true", help="do not ask CUPTI, where another profiler is attached")
     option("--no-command-buffers", action="store_true", help="tell XLA to launch every kernel on its own")
@@ -214,7 +216,7 @@ def _measure(args: argparse.Namespace, operations: tuple[str, ...]) -> int:
         "preset": args.preset.name,
         "tp": args.tp,
         "command_buffers": command_buffers,
-        "geometry": measure.geometry(next(_geometries(args, operations))[1]),
+        "geometry": measure.geometry(_spec(args, args.axis_order[0], args.draft_tokens[0])),
         "points": points,
     }
     path = None
@@ -258,16 +260,28 @@ def _on_meshes(args: argparse.Namespace, whole: ConvCacheSpec, options: Any) -> 
 
 
 def _geometries(args: argparse.Namespace, operations: tuple[str, ...]) -> Iterator[tuple[str, ConvCacheSpec]]:
-    """Operations with the geometries that they are measured on, in the order of the table."""
-    for name, order, tokens in itertools.product(operations, args.axis_order, args.draft_tokens):
-        yield (
-            name,
-            args.preset.spec(
-                num_slots=args.slots,
-                max_requests=BUFFER_ROWS,
-                num_draft_tokens=tokens,
-                tp=args.tp,
-                dtype=args.dtype,
-                axis_order=order,
-            ),
-        )
+    """Operations with the geometries that they are measured on, in the order of the table.
+
+    A prefill has no draft tokens and is measured once for all of them; a rollback has its own model, in one axis order.
+    """
+    from jax_impl.bench import rollback
+
+    for name in operations:
+        if name == "rollback":
+            yield name, rollback.model_spec(args.dtype, args.axis_order[0])
+            continue
+        tokens = args.draft_tokens[:1] if name == "prefill" else args.draft_tokens
+        for order, number in itertools.product(args.axis_order, tokens):
+            yield name, _spec(args, order, number)
+
+
+def _spec(args: argparse.Namespace, order: AxisOrder, tokens: int) -> ConvCacheSpec:
+    """The geometry that the command line names."""
+    return args.preset.spec(
+        num_slots=args.slots,
+        max_requests=BUFFER_ROWS,
+        num_draft_tokens=tokens,
+        tp=args.tp,
+        dtype=args.dtype,
+        axis_order=order,
+    )

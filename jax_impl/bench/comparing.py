@@ -1,8 +1,10 @@
 """The comparison that comes before a measurement: kernels, and Triton on a GPU, against the XLA form."""
 
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,17 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import checks
-from jax_impl.bench import compiling, subjects
+from jax_impl.bench import compiling, prefill, rollback, subjects
 from jax_impl.bench.step import FORMS, inputs, whole_step
 from jax_impl.cache import ConvCache
 from jax_impl.commit import commit_conv_state
-from jax_impl.conv import ConvWeight, causal_conv1d_verify
+from jax_impl.conv import Activation, ConvWeight, causal_conv1d_verify
 from jax_impl.layout import AxisOrder, ConvCacheSpec
+from jax_impl.prefill import causal_conv1d_prefill
+from jax_impl.rollback import HybridCache
 
 # A step of y's dtype at 1: two results that are rounded to it from nearly one value are at most so far apart.
 ULP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 
-Results = dict[str, np.ndarray]  # pool and buffer compare as integers, y within `_y_bound`
+PREFILL_LENGTHS = (37, 2, 16, 30, 1)  # of the compared prompts: around the state's columns and the kernel's chunks
+ROLLBACKS = ((False, False), (False, True), (True, False), (True, True))  # recurrent state or not, tracked set or not
+
+Results = dict[str, np.ndarray]  # pools and buffer compare as integers, y within `_y_bound`
+Others = dict[str, Callable[[], Results]]  # by what is printed of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,9 @@ class Point:
 def small(operation: str, order: AxisOrder) -> list[Point]:
     """Points that the interpreter runs in seconds; several sizes for `scaling`."""
     spec = ConvCacheSpec(2, 11, 6, 128, 4, 4, axis_order=order)
+    if operation == "rollback":
+        of_parts = len(rollback.PARTS) * spec.conv_dim
+        return [Point(operation, dataclasses.replace(spec, conv_dim=of_parts, num_slots=7, max_requests=4), 3)]
     if operation != "scaling":
         return [Point(operation, spec, 5)]
     sizes = [{"conv_dim": 256}, {"num_slots": 7}, {"num_slots": 19}]
@@ -45,6 +56,10 @@ def small(operation: str, order: AxisOrder) -> list[Point]:
 def reduced(operation: str, spec: ConvCacheSpec) -> Point:
     """The measured geometry with two layers, for the comparison before it is timed; each request needs a slot."""
     operation = "step" if operation == "scaling" else operation  # both of its operations at once
+    if operation == "rollback":  # whose states are large
+        slots, rows = min(37, spec.num_slots), min(19, spec.max_requests)
+        spec = dataclasses.replace(spec, num_layers=2, num_slots=slots, max_requests=rows)
+        return Point(operation, spec, min(16, slots // 2))
     return Point(operation, dataclasses.replace(spec, num_layers=2), min(16, spec.num_slots))
 
 
@@ -58,24 +73,38 @@ def check(point: Point) -> bool:
     where = f"check {point.operation} {spec.axis_order} conv_dim={spec.conv_dim} C={spec.num_slots} B={point.batch}"
     if point.operation == "compile":
         return _check_programs(point, where)
-    kernel: checks.Implementation = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
-    cache = subjects.random_cache(spec)
+    comparisons = {"rollback": _rollback_comparisons, "prefill": _prefill_comparisons}
+    same = True
+    for expected, bound, others in comparisons.get(point.operation, _comparisons)(point):
+        for name, results in others.items():
+            wrong = _differences(expected, results(), bound)
+            same &= not wrong
+            print(f"{where} {name}: {'DIFFERENT ' + ', '.join(wrong) if wrong else 'same'}", flush=True)
+    return same
+
+
+def _kernel() -> checks.Implementation:
+    return "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+
+
+def _has_triton() -> bool:
+    return _kernel() == "pallas" and importlib.util.find_spec("torch") is not None
+
+
+def _comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
+    """Results of the XLA form, how far y may be from them, and the implementations to compare with them."""
+    kernel: checks.Implementation = _kernel()
+    cache = subjects.random_cache(point.spec)
     expected = _results(point, cache, "xla", "unrolled")
-    bound = _y_bound(point, cache, expected["y"]) if "y" in expected else None
-    others: dict[str, Callable[[], Results]] = {}
+    others: Others = {}
     if point.operation == "step":
         others["xla scan"] = lambda: _results(point, cache, "xla", "scan")
         others |= {f"{kernel} {form}": lambda form=form: _results(point, cache, kernel, form) for form in FORMS}
     else:
         others[kernel] = lambda: _results(point, cache, kernel, "unrolled")
-    if kernel == "pallas" and importlib.util.find_spec("torch") is not None:
+    if _has_triton():
         others["triton"] = lambda: _triton_results(point, cache)
-    same = True
-    for name, results in others.items():
-        wrong = _differences(expected, results(), bound)
-        same &= not wrong
-        print(f"{where} {name}: {'DIFFERENT ' + ', '.join(wrong) if wrong else 'same'}", flush=True)
-    return same
+    yield expected, _y_bound(point, cache, expected["y"]) if "y" in expected else None, others
 
 
 def _differences(expected: Results, got: Results, y_bound: Any) -> list[str]:
@@ -112,6 +141,11 @@ def _y_bound(point: Point, cache: ConvCache, y: np.ndarray) -> np.ndarray:
 
     layers = [1] if point.operation == "verify" else range(spec.num_layers)
     sums = np.stack([np.asarray(magnitude(x[one], weights[one].taps, jnp.int32(one))) for one in layers])
+    return _rounding(spec, sums, y)
+
+
+def _rounding(spec: ConvCacheSpec, sums: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """`_y_bound` for given sums of magnitudes."""
     absolute = (spec.width + 10) * 2.0**-23 * sums.astype(np.float64).reshape(y.shape)
     return ULP[spec.dtype] * np.abs(y.astype(np.float64)) + absolute
 
@@ -153,31 +187,123 @@ def _triton_results(point: Point, cache: ConvCache) -> Results:
 
     spec, case = point.spec, _case(point)
     twin, state, windows = subjects.torch_cache(spec)
-
-    def tensor(array: Any) -> Any:
-        numbers = np.asarray(array)
-        bits = torch.from_numpy(numbers.view(np.int16 if spec.item_bytes == 2 else np.int32).copy())
-        return bits.to(subjects.TORCH_DEVICE).view(state.dtype)
-
-    def array(tensor: Any) -> np.ndarray:
-        bits = tensor.view(torch.int16 if spec.item_bytes == 2 else torch.int32).cpu().numpy()
-        return bits.view(cache.conv_state.dtype)
-
-    state.copy_(tensor(cache.conv_state))
-    windows.copy_(tensor(cache.conv_windows))
+    state.copy_(_tensor(cache.conv_state))
+    windows.copy_(_tensor(cache.conv_windows))
     twins = (twin, state, windows)
     (slots,), (rows,), (accepted,) = (subjects.on_device(one) for one in subjects.index_sets(case, 1))
     if point.operation == "commit":
         subjects.triton_commit(twins, slots, rows, accepted)
-        return {"pool": array(state)}
+        return {"pool": _array(state)}
     x, weights = subjects.verify_inputs(case, spec.num_layers)
-    weight = [tensor(one.taps).T.contiguous() for one in weights]
+    weight = [_tensor(one.taps).T.contiguous() for one in weights]
     layers = [1] if point.operation == "verify" else range(spec.num_layers)
-    y = [subjects.triton_verify(twins, tensor(x[layer]), weight, layer, slots, rows)[0] for layer in layers]
+    y = [subjects.triton_verify(twins, _tensor(x[layer]), weight, layer, slots, rows)[0] for layer in layers]
     if point.operation == "verify":
-        return {"buffer": array(windows), "y": array(y[0])}
+        return {"buffer": _array(windows), "y": _array(y[0])}
     subjects.triton_commit(twins, slots, rows, accepted)
-    return {"pool": array(state), "buffer": array(windows), "y": array(torch.stack(y))}
+    return {"pool": _array(state), "buffer": _array(windows), "y": _array(torch.stack(y))}
+
+
+def _tensor(array: Any) -> Any:
+    """A JAX array's bits on the torch device."""
+    import torch
+
+    numbers = np.asarray(array)
+    bits = torch.from_numpy(numbers.view(np.int16 if numbers.dtype.itemsize == 2 else np.int32).copy())
+    return bits.to(subjects.TORCH_DEVICE).view(getattr(torch, numbers.dtype.name))
+
+
+def _array(tensor: Any) -> np.ndarray:
+    """A tensor's bits."""
+    import torch
+
+    bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).cpu().numpy()
+    return bits.view(jnp.dtype(str(tensor.dtype).removeprefix("torch.")))
+
+
+# ---- rollback and prefill --------------------------------------------------------------------------------------------
+
+
+def _rollback_comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
+    """Conv groups alone and with recurrent state, with one index set and two; in every form that is timed."""
+    kernel = _kernel()
+    for recurrent, kinds in itertools.groupby(ROLLBACKS, key=lambda kind: kind[0]):
+        arrays = rollback.random_arrays(point.spec, recurrent)
+        for _, track in kinds:
+            case = rollback.Case(point.spec, point.batch, 1, recurrent=recurrent, track=track)
+            label = f"{'conv, recurrent' if recurrent else 'conv'}{', tracked' if track else ''}:"
+            others: Others = {}
+            for form in rollback.forms(case):
+                name = f"{label} {kernel}{'' if form == 'pallas' else f' {form}'}"
+                others[name] = functools.partial(_rollback_results, form, case, arrays, kernel)
+            if _has_triton():
+                others[f"{label} triton"] = functools.partial(_triton_rollback_results, case, arrays)
+            yield _rollback_results("pallas", case, arrays, "xla"), None, others
+
+
+def _rollback_results(
+    form: str, case: rollback.Case, arrays: tuple[HybridCache, Any], implementation: checks.Implementation
+) -> Results:
+    """The pools that one rollback leaves, by the name of the part."""
+    one, own = rollback.form_and_cache(form, arrays[0], implementation)
+    (indices,) = rollback.index_sets(case, 1)
+    cache = jax.jit(one, donate_argnums=0)(own, arrays[1], jax.tree.map(jnp.asarray, indices))
+    pools = {}
+    for part, group in cache.conv.items():
+        layers = group if isinstance(group, list) else [group]
+        pool = np.stack([np.asarray(layer.conv_state) for layer in layers])
+        pools[part] = pool.reshape(rollback.group_spec(case.spec).state_shape)
+    return pools | ({"recurrent": np.asarray(cache.recurrent_state)} if case.recurrent else {})
+
+
+def _triton_rollback_results(case: rollback.Case, arrays: tuple[HybridCache, Any]) -> Results:
+    cache, steps = rollback.torch_arrays(case.spec, case.recurrent)
+    for part, twin in cache.conv.items():
+        twin.conv_state.copy_(_tensor(arrays[0].conv[part].conv_state))
+        twin.conv_windows.copy_(_tensor(arrays[0].conv[part].conv_windows))
+    if case.recurrent:
+        cache.recurrent_state.copy_(_tensor(arrays[0].recurrent_state))
+        steps.copy_(_tensor(arrays[1]))
+    (indices,) = rollback.index_sets(case, 1)
+    rollback.triton_rollback(cache, steps, rollback.on_device(indices))
+    pools = {part: _array(twin.conv_state) for part, twin in cache.conv.items()}
+    return pools | ({"recurrent": _array(cache.recurrent_state)} if case.recurrent else {})
+
+
+def _prefill_comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
+    """Prompts of all lengths in one layer, from zeros and continued."""
+    kernel, spec = _kernel(), point.spec
+    cache, case = subjects.random_cache(spec), prefill.Case(spec, point.batch, 1, tokens=max(PREFILL_LENGTHS))
+    (x,), weights = subjects.verify_inputs(case, 1, case.tokens)
+    arrays = x, cache.conv_state, weights[1].taps
+    magnitudes = tuple(map(jnp.abs, (x.astype(jnp.float32), *arrays[1:])))
+    for continued in (False, True):
+        results = functools.partial(_prefill_results, case, continued)
+        expected = results("xla", arrays)
+        bound = _rounding(spec, results("xla", magnitudes, activation=None)["y"], expected["y"])
+        name = f"continued: {kernel}" if continued else kernel
+        yield expected, bound, {name: functools.partial(results, kernel, arrays)}
+
+
+def _prefill_results(
+    case: prefill.Case,
+    continued: bool,
+    implementation: checks.Implementation,
+    arrays: tuple[jax.Array, ...],
+    activation: Activation | None = "silu",
+) -> Results:
+    """What one prefill leaves of x, pool and taps."""
+    (slots,), _, _ = subjects.index_sets(case, 1)
+    lengths = np.resize(np.asarray(PREFILL_LENGTHS, np.int32), case.batch)
+    run = jax.jit(
+        lambda x, pool, taps: causal_conv1d_prefill(
+            x, pool, ConvWeight(taps), spec=case.spec, state_indices=slots, lengths=lengths,
+            has_initial_state=np.ones(case.batch, bool) if continued else None, layer=1, activation=activation,
+            implementation=implementation,
+        )
+    )  # fmt: skip
+    y, pool = run(*arrays)
+    return {"pool": np.asarray(pool), "y": np.asarray(y)}
 
 
 def _check_programs(point: Point, where: str) -> bool:

@@ -4,22 +4,24 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
-from jax_impl.bench import comparing, compiling, step, subjects, timing
+from jax_impl.bench import comparing, compiling, prefill, report, rollback, step, subjects, timing
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.cache import ConvCache
 from jax_impl.layout import ConvCacheSpec
 
 XLA_CALLS = 10  # XLA compiles each call anew; with fewer, what a turn of the loop costs would show
-REPEATS = {"commit": 20, "verify": 20, "step": 10, "compile": 1, "scaling": 10}
+REPEATS = {"commit": 20, "verify": 20, "step": 10, "rollback": 5, "prefill": 5, "compile": 1, "scaling": 10}
 SCALING_BATCH = 64
 SCALING = {"conv_dim": (1024, 2048, 4096, 8192, 16384), "num_slots": (64, 512, 2048, 8192)}
 
+AnyCase = TypeVar("AnyCase", bound=Case)
 Makers = dict[str, Callable[[], Subject]]
 Row = dict[str, Any]
 
@@ -35,6 +37,8 @@ class Options:
       check: whether every result is compared with the XLA form before its geometry is timed.
       kernel_times: whether CUPTI is asked.
       only: kinds of subjects to time, of `report.SUBJECTS`; empty for all.
+
+    `rollback` and `prefill` have batches of their own.
     """
 
     batches: Sequence[int]
@@ -57,6 +61,10 @@ def measure(operation: str, spec: ConvCacheSpec, options: Options) -> Iterator[R
         yield from _compile_rows(spec, options)
     elif operation == "scaling":
         yield from _scaling_rows(spec, options)
+    elif operation == "rollback":
+        yield from _rollback_rows(spec, options)
+    elif operation == "prefill":
+        yield from _prefill_rows(spec, options)
     else:
         yield from _rows(operation, spec, options.batches, options)
 
@@ -102,7 +110,7 @@ def fill(row: Row, makers: Makers, options: Options) -> Row:
     """Adds each subject's times to the row; one that fails, for want of memory say, leaves its error there instead."""
     repeats = options.repeats or REPEATS[row["operation"]]
     for name, make in makers.items():
-        if options.only and name.split("_")[0] not in options.only:
+        if options.only and not any(name == kind or name.startswith(f"{kind}_") for kind in options.only):
             continue
         try:
             row[name] = timed(make(), repeats, options.kernel_times)
@@ -123,6 +131,20 @@ def _release() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
+def _with_arrays(
+    row: Row, held: list[Any], make: Callable[[], tuple[Any, ...]], makers_of: Callable[..., Makers], options: Options
+) -> Row:
+    """The row with its times. `held` keeps the arrays for the next point of the geometry; it begins empty."""
+    try:
+        if not held:
+            held.append(make())
+    except Exception as error:
+        row["errors"] = {"arrays": timing.reason(error)}
+        _release()
+        return row
+    return fill(row, makers_of(*held[0]), options)
+
+
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
@@ -130,22 +152,20 @@ def _rows(operation: str, spec: ConvCacheSpec, batches: Sequence[int], options: 
     """One row per batch size; arrays of one geometry are shared by its batch sizes."""
     makers_of = {"commit": commit_makers, "verify": verify_makers, "step": step_makers}[operation]
     accept = options.accept or ("all" if operation == "step" else "random")
-    caches: Any = None
+    held: list[Any] = []
     for batch in batches:
         case = Case(spec, batch, _calls(operation, spec, batch), accept)
         row = {**identity(operation, spec, batch), "accept": accept, "bytes": _bytes(operation, case)}
-        try:
-            caches = caches or (subjects.random_cache(spec), _twin(spec))
-        except Exception as error:
-            row["errors"] = {"arrays": timing.reason(error)}
-            _release()
-        else:
-            fill(row, makers_of(case, *caches), options)
-        yield row
+        make = lambda: (subjects.random_cache(spec), _twin(spec))  # noqa: E731
+        yield _with_arrays(row, held, make, functools.partial(makers_of, case), options)
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def _twin(spec: ConvCacheSpec) -> Any:
-    return subjects.torch_cache(spec) if importlib.util.find_spec("torch") is not None else None
+    return subjects.torch_cache(spec) if _has_torch() else None
 
 
 def _calls(operation: str, spec: ConvCacheSpec, batch: int) -> int:
@@ -197,7 +217,7 @@ def step_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
     return makers
 
 
-def _few(case: Case) -> Case:
+def _few(case: AnyCase) -> AnyCase:
     return dataclasses.replace(case, calls=min(case.calls, XLA_CALLS))
 
 
@@ -206,6 +226,56 @@ def _copies(sizes: list[int]) -> Makers:
         "copy_driver": functools.partial(subjects.torch_copies, sizes, kernel=False),
         "copy_kernel": functools.partial(subjects.torch_copies, sizes, kernel=True),
     }
+
+
+def rollback_makers(case: rollback.Case, arrays: Any, twin: Any) -> Makers:
+    """What a rollback is timed beside: the XLA form of conv groups only, for the recurrent pools are large."""
+    makers: Makers = {
+        form: functools.partial(rollback.jax_rollback, form, case, arrays, "pallas") for form in rollback.forms(case)
+    }
+    if not case.recurrent:
+        makers["xla"] = functools.partial(rollback.jax_rollback, "pallas", _few(case), arrays, "xla")
+    if twin is not None:
+        makers["triton"] = functools.partial(rollback.torch_rollback, case, twin)
+        makers |= _copies([case.rollback_bytes] * case.calls)
+    return makers
+
+
+def _rollback_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """Conv groups alone, then with recurrent state; each with one index set and two, at every batch."""
+    accept = options.accept or "random"
+    sizes = {"model": rollback.MODEL, "groups": len(rollback.PARTS), "state": rollback.state_entry(spec)}
+    for recurrent in (False, True):
+        held: list[Any] = []  # freed before the next kind's are made
+        make = lambda recurrent=recurrent: (  # noqa: E731
+            rollback.random_arrays(spec, recurrent),
+            rollback.torch_arrays(spec, recurrent) if _has_torch() else None,
+        )
+        for track, batch in itertools.product((False, True), rollback.BATCHES):
+            case = rollback.rotating(rollback.Case(spec, batch, 1, accept, recurrent=recurrent, track=track))
+            row = {**identity("rollback", spec, batch), **sizes, "recurrent": recurrent, "track": track}
+            row |= {"accept": accept, "bytes": case.rollback_bytes}
+            yield _with_arrays(row, held, make, functools.partial(rollback_makers, case), options)
+
+
+def prefill_makers(case: prefill.Case, cache: ConvCache) -> Makers:
+    """What one layer's prefill is timed beside, from zeros and `continued` from the slots."""
+    makers: Makers = {}
+    for suffix, continued in (("", False), ("_continued", True)):
+        of = functools.partial(prefill.jax_prefill, continued=continued)
+        makers[f"pallas{suffix}"] = functools.partial(of, case, cache, "pallas")
+        makers[f"xla{suffix}"] = functools.partial(of, _few(case), cache, "xla")
+    return makers | (_copies([case.prefill_bytes] * case.calls) if _has_torch() else {})
+
+
+def _prefill_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """One row per number and length of prompts."""
+    held: list[Any] = []
+    for batch, tokens in prefill.SIZES:
+        case = prefill.rotating(spec, batch, tokens)
+        row = {**identity("prefill", spec, batch), "tokens": tokens, "bytes": case.prefill_bytes}
+        make = lambda: (subjects.random_cache(spec),)  # noqa: E731
+        yield _with_arrays(row, held, make, functools.partial(prefill_makers, case), options)
 
 
 def _scaling_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
@@ -240,6 +310,7 @@ def line(row: Row) -> str:
     head = f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}"
     if "form" in row:
         head += f" {row['form']} L={row['num_layers']}" + ("" if row["command_buffers"] else " no command buffers")
+    head += report.variant(row)
     if "of" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
     if "step_ratio" in row:

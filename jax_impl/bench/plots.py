@@ -1,9 +1,10 @@
-"""Plots of a results file, from the file alone: time against B with the copy limit, cost against size, bytes against D.
+"""Plots of a results file, from the file alone: time with the copy limit, cost against size, bytes against D.
 
 matplotlib is imported when something is drawn, without a display.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,21 @@ TIMES = {
         ),
     ),
 }
+ROLLBACKS = (
+    Series("one launch", _device("pallas"), "C0o-"),
+    Series("one launch per group", _device("launch_per_group"), "C4D-"),
+    Series("one array per layer", _device("lists_per_layer"), "C3v-"),
+    Series("XLA", _device("xla"), "C1s-"),
+    Series("Triton in a CUDA graph", _device("triton"), "C2^-"),
+    LIMIT,
+)
+PREFILLS = (
+    Series("Pallas", _device("pallas"), "C0o-"),
+    Series("Pallas, continued", _device("pallas_continued"), "C4D-"),
+    Series("XLA", _device("xla"), "C1s-"),
+    Series("XLA, continued", _device("xla_continued"), "C3v-"),
+    LIMIT,
+)
 SCALING_AXES = {"conv_dim": "channels conv_dim", "num_slots": "slots C of the pool"}
 
 
@@ -76,7 +92,7 @@ def draw(record: Record, stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
         rows = [row for row in record["points"] if row["operation"] == operation]
         if rows:
             figures[operation] = _time_figure(rows, operation)
-    for operation, make in (("scaling", _scaling_figure), ("compile", _compile_figure)):
+    for operation, make in OTHERS.items():
         rows = [row for row in record["points"] if row["operation"] == operation]
         if rows:
             figures[operation] = make(rows)
@@ -152,6 +168,40 @@ def _time_figure(rows: Sequence[Row], operation: str) -> Any:
     return figure
 
 
+def _rollback_figure(rows: Sequence[Row]) -> Any:
+    """A row of panels for conv groups alone and one with recurrent state; a column for each number of index sets."""
+    kinds = [row for row in rows if "recurrent" in row]
+    along = (_values(kinds, "recurrent"), _values(kinds, "track"))
+    figure, panels = _panels(max(1, len(along[0])), max(1, len(along[1])))
+    for (i, recurrent), (j, track) in itertools.product(*map(enumerate, along)):
+        of_panel = [row for row in kinds if (row["recurrent"], row["track"]) == (recurrent, track)]
+        axes = panels[i, j]
+        _logarithmic(axes)
+        for series in ROLLBACKS:
+            _line(axes, series, of_panel, "batch")
+        title = (
+            f"{'conv groups and recurrent state' if recurrent else 'conv groups'}, {1 + track} index set{'s' * track}"
+        )
+        _finish(axes, title, "requests B", "device time of one rollback (µs)", sorted(_values(of_panel, "batch")))
+    return figure
+
+
+def _prefill_figure(rows: Sequence[Row]) -> Any:
+    """Time against the tokens of a call, a panel for each axis order."""
+    sized = [row | {"of call": row["batch"] * row["tokens"]} for row in rows if "tokens" in row]
+    orders = _values(rows, "axis_order")
+    figure, panels = _panels(1, len(orders))
+    for j, order in enumerate(orders):
+        of_panel, axes = [row for row in sized if row["axis_order"] == order], panels[0, j]
+        _logarithmic(axes)
+        for series in PREFILLS:
+            _line(axes, series, of_panel, "of call")
+        sizes = ", ".join(f"{row['batch']}×{row['tokens']}" for row in sorted(of_panel, key=lambda row: row["of call"]))
+        ticks = sorted(_values(of_panel, "of call"))
+        _finish(axes, f"{order}, {sizes}", "tokens B·T of one call", "device time of one layer's prefill (µs)", ticks)
+    return figure
+
+
 def _scaling_figure(rows: Sequence[Row]) -> Any:
     """Time against conv_dim and against the slots, a row of panels for each axis order."""
     orders = _values(rows, "axis_order")
@@ -183,6 +233,14 @@ def _compile_figure(rows: Sequence[Row]) -> Any:
         _finish(panels[0, j], order, "layers L", "time to compile a whole step (s)", ticks)
         panels[0, j].set_ylim(bottom=0)
     return figure
+
+
+OTHERS: dict[str, Callable[[Sequence[Row]], Any]] = {
+    "rollback": _rollback_figure,
+    "prefill": _prefill_figure,
+    "scaling": _scaling_figure,
+    "compile": _compile_figure,
+}
 
 
 def row_bytes(record: Record, storage: Any, num_draft_tokens: int) -> int:

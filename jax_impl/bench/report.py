@@ -9,9 +9,10 @@ from typing import Any
 
 from jax_impl.layout import AXIS_ORDERS
 
-OPERATIONS = ("commit", "verify", "step", "compile", "scaling")
+OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "compile", "scaling")
 MESH = "mesh"  # a whole step on several devices: measured where it is asked for, with bench --mesh
-SUBJECTS = ("pallas", "xla", "triton", "copy")  # kinds; a row's names may go on, such as copy_driver, pallas_scan
+# Kinds; a row's names may go on, such as copy_driver, pallas_scan.
+SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
 NOT_MEASURED = "–"
 DRAFT_TOKENS = (4,)  # what bench measures unless told; other numbers are part of the file's name
 PRESET = "Qwen3.5-35B-A3B"  # likewise, at TP 1
@@ -92,7 +93,7 @@ def read(path: pathlib.Path) -> Record:
         record = json.loads(path.read_text())
         for row in record["points"]:
             _require(row)
-        _title(record)
+        _title(record, record["points"])
         return record
     except OSError as error:
         raise ValueError(f"`{path}`: expected a file written by bench --out, got {error.strerror}.") from error
@@ -128,13 +129,14 @@ def table(path: pathlib.Path) -> str:
 def tables(record: Record, keep: Callable[[Row], bool] = lambda row: True) -> str:
     """The points of a record that `keep` accepts, as `table` prints them."""
     points = [row for row in record["points"] if keep(row)]
-    parts = [_title(record)]
+    parts = [_title(record, points)]
     for operation in (*OPERATIONS, MESH):
         rows = [row for row in points if row["operation"] == operation]
         if rows:
             columns = _COLUMNS[operation]
             lines = [list(columns), ["---"] * len(columns)]
             lines += [[_cell(make, row) for make in columns.values()] for row in rows]
+            parts += _captions(rows)
             parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     failed = [f"{_what(row)}: {name}" for row in points for name in row.get("errors", {})]
     if failed:
@@ -142,20 +144,46 @@ def tables(record: Record, keep: Callable[[Row], bool] = lambda row: True) -> st
     return "\n\n".join(parts)
 
 
-def _title(record: Record) -> str:
+def _title(record: Record, points: Sequence[Row]) -> str:
+    """Where and when a record was taken, and the geometry of those of its points that have none of their own."""
     environment, geometry = record["environment"], record.get("geometry") or record["points"][0]
     versions = environment["versions"]
     buffers = "" if record.get("command_buffers", True) else ", without command buffers"
-    return (
+    taken = (
         f"{environment['device']}, driver {environment['driver']}, JAX {versions['jax']}, "
-        f"Triton {versions.get('triton', 'none')}, {environment['date']}{buffers}; "
-        f"{record['preset']} at TP {record['tp']}: L={geometry['num_layers']}, conv_dim={geometry['conv_dim']}, "
-        f"K={geometry['width']}, {geometry['dtype']}, C={geometry['num_slots']}."
+        f"Triton {versions.get('triton', 'none')}, {environment['date']}{buffers}"
     )
+    of_model = f"{record['preset']} at TP {record['tp']}: {_sizes(geometry)}"
+    return f"{taken}." if points and all("model" in row for row in points) else f"{taken}; {of_model}."
+
+
+def _sizes(of: Row, groups: int = 1) -> str:
+    channels = f"{groups}×{of['conv_dim'] // groups}" if groups > 1 else of["conv_dim"]
+    return f"L={of['num_layers']}, conv_dim={channels}, K={of['width']}, {of['dtype']}, C={of['num_slots']}"
+
+
+def _captions(rows: Sequence[Row]) -> list[str]:
+    """A line above a table whose geometry is its own."""
+    of = next((row for row in rows if "model" in row), None)
+    if of is None:
+        return []
+    state = "×".join(map(str, of["state"]))
+    return [f"{of['operation'].capitalize()} of {of['model']}: {_sizes(of, of['groups'])}, state {state} in float32."]
+
+
+def variant(row: Row) -> str:
+    """What tells the points of one operation, axis order, D and B apart, where that is not all."""
+    if "recurrent" in row:
+        return f" {_takes_along(row)}" + (", tracked" if row["track"] else "")
+    return f" T={row['tokens']}" if "tokens" in row else ""
+
+
+def _takes_along(row: Row) -> str:
+    return "conv, recurrent" if row["recurrent"] else "conv"
 
 
 def _what(row: Row) -> str:
-    return f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}"
+    return f"{row['operation']} {row['axis_order']} D={row['num_draft_tokens']} B={row['batch']}{variant(row)}"
 
 
 def _cell(make: Callable[[Row], Any], row: Row) -> str:
@@ -184,6 +212,11 @@ def at(row: Row, *names: str) -> Any:
     return value
 
 
+def _ratio(row: Row, one: str, other: str) -> float:
+    """Device times of two subjects. LookupError when one was not measured."""
+    return at(row, one, "median_us") / at(row, other, "median_us")
+
+
 _WALL = ("wall", "median_us")
 _TIMED = {
     "operation": lambda row: row["operation"],
@@ -193,8 +226,8 @@ _TIMED = {
     "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
     "copy µs": lambda row: f"{copy_us(row):.2f}",
     "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
-    "XLA / Pallas": lambda row: f"{at(row, 'xla', 'median_us') / at(row, 'pallas', 'median_us'):.1f}",
-    "Triton / Pallas": lambda row: f"{at(row, 'triton', 'median_us') / at(row, 'pallas', 'median_us'):.2f}",
+    "XLA / Pallas": lambda row: f"{_ratio(row, 'xla', 'pallas'):.1f}",
+    "Triton / Pallas": lambda row: f"{_ratio(row, 'triton', 'pallas'):.2f}",
     "kernel µs": lambda row: f"{at(row, 'pallas', 'kernel', 'median_us'):.2f}",
 }
 _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
@@ -215,6 +248,30 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "launches unrolled, scan": lambda row: (
             f"{at(row, 'pallas_unrolled', 'launches'):g}, {at(row, 'pallas_scan', 'launches'):g}"
         ),
+    },
+    "rollback": {
+        "rollback of": lambda row: _takes_along(row),
+        "axis order": lambda row: row["axis_order"],
+        "sets": lambda row: 2 if row["track"] else 1,
+        "B": lambda row: row["batch"],
+        "one launch µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
+        "copy µs": lambda row: f"{copy_us(row):.2f}",
+        "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+        "one launch / one per group": lambda row: f"{_ratio(row, 'pallas', 'launch_per_group'):.2f}",
+        "one array per layer / one launch": lambda row: f"{_ratio(row, 'lists_per_layer', 'pallas'):.2f}",
+        "XLA / one launch": lambda row: f"{_ratio(row, 'xla', 'pallas'):.1f}",
+        "Triton / one launch": lambda row: f"{_ratio(row, 'triton', 'pallas'):.2f}",
+    },
+    "prefill": {
+        "prefill": lambda row: row["axis_order"],
+        "B": lambda row: row["batch"],
+        "T": lambda row: row["tokens"],
+        "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
+        "copy µs": lambda row: f"{copy_us(row):.2f}",
+        "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+        "XLA / Pallas": lambda row: f"{_ratio(row, 'xla', 'pallas'):.1f}",
+        "continued µs": lambda row: f"{at(row, 'pallas_continued', 'median_us'):.2f}",
+        "XLA / Pallas, continued": lambda row: f"{_ratio(row, 'xla_continued', 'pallas_continued'):.1f}",
     },
     "compile": {
         "program": lambda row: row["form"] if row["form"] in ("unrolled", "scan") else f"commit: {row['form']}",
@@ -269,12 +326,12 @@ def in_readme(row: Row) -> bool:
 def newest(records: Iterable[Record]) -> Iterator[tuple[Record, Callable[[Row], bool]]]:
     """Each record that is the newest with some operation, and which of its points those are, of those in the README.
 
-    Models, ranks and runs without command buffers count apart.
+    Models, ranks and runs without command buffers count apart; an operation with a model of its own is one of that.
     """
 
     def kinds(record: Record) -> set[tuple[Any, ...]]:
-        variant = (record["preset"], record["tp"], record.get("command_buffers", True))
-        return {(row["operation"], *variant) for row in record["points"] if in_readme(row)}
+        model, buffers = (record["preset"], record["tp"]), record.get("command_buffers", True)
+        return {(row["operation"], row.get("model", model), buffers) for row in record["points"] if in_readme(row)}
 
     def when(record: Record) -> tuple[str, str]:
         return record["environment"]["date"], record["environment"].get("time", "")

@@ -22,6 +22,7 @@ from jax_impl.conv import ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
 LOOPS = 8
+TURN_BYTES = 2**30  # that the distinct calls of one run move together: more than a cache holds, and a loop's turn costs
 TORCH_DEVICE = "cuda"
 
 
@@ -87,6 +88,11 @@ def index_sets(case: Case, count: int) -> tuple[list[np.ndarray], list[np.ndarra
     return slots, rows, accepted
 
 
+def distinct_calls(num_bytes: int, most: int) -> int:
+    """How many calls of `num_bytes` each move `TURN_BYTES` together: 2 … `most`."""
+    return max(2, min(most, -(-TURN_BYTES // num_bytes)))
+
+
 def random_cache(spec: ConvCacheSpec, seed: int = 0) -> ConvCache:
     """A cache of normal random values, made on the device."""
     state, windows = jax.random.split(jax.random.key(seed))
@@ -148,11 +154,11 @@ def compiled_with_facts(
     return compiled, {**seconds, **program.facts(compiled, calls)}
 
 
-def verify_inputs(case: Case, count: int) -> tuple[list[jax.Array], list[ConvWeight]]:
-    """Inputs of `count` calls in the state's dtype, and every layer's prepared weight."""
+def verify_inputs(case: Case, count: int, tokens: int | None = None) -> tuple[list[jax.Array], list[ConvWeight]]:
+    """Inputs of `count` calls in the state's dtype, D tokens each unless told, and every layer's prepared weight."""
     spec = case.spec
     keys = jax.random.split(jax.random.key(case.seed), count + spec.num_layers)
-    shape = (case.batch, spec.num_draft_tokens, spec.conv_dim)
+    shape = (case.batch, tokens or spec.num_draft_tokens, spec.conv_dim)
     x = [jax.random.normal(key, shape, spec.dtype) for key in keys[:count]]
     return x, [ConvWeight(jax.random.normal(key, (spec.width, spec.conv_dim), spec.dtype)) for key in keys[count:]]
 

@@ -132,10 +132,8 @@ def _accept(
     block: jax.Array, greedy: jax.Array, verified: jax.Array, stop_token_ids: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """n of each row, and which of the greedy tokens are stop tokens; nothing is accepted behind a stop token."""
-    position = jnp.arange(1, block.shape[1], dtype=jnp.int32)[None, :]
-    agrees = (block[:, 1:] == greedy[:, :-1]) & (position < verified[:, None])
     is_stop = _is_stop(greedy, stop_token_ids)
-    agrees &= ~is_stop[:, :-1]
+    agrees = (block[:, 1:] == greedy[:, :-1]) & ~is_stop[:, :-1]
     accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     return jnp.minimum(accepted, verified), is_stop
 
@@ -430,11 +428,9 @@ class Engine:
         """Waits for a launched step and hands out its tokens."""
         tokens, accepted, verified = jax.device_get(result)
         self.statistics.add(accepted.tolist(), verified.tolist())
-        return [
-            self._receive(request, tokens[request.row, : accepted[request.row]].tolist())
-            for request in list(self.requests.values())
-            if accepted[request.row]
-        ]
+        running = list(self.requests.values())
+        assert all(accepted[request.row] > 0 for request in running), "a step accepts a token of every request"
+        return [self._receive(request, tokens[request.row, : accepted[request.row]].tolist()) for request in running]
 
     def leave(self, request: Request) -> None:
         """A request leaves, finished or not; its slot and row are free for others."""
