@@ -546,3 +546,40 @@ def test_a_model_that_ranks_do_not_divide_is_refused() -> None:
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         f"`config.{name}`" for name in ("num_heads", "num_kv_heads", "linear_key_heads", "linear_value_heads")
     ]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_bench_on_a_mesh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Times of a small step of the XLA form, the row and the table that come of them; and the command's comparison."""
+    from jax_impl.__main__ import main
+    from jax_impl.bench import measure, mesh, report, timing
+
+    make_mesh((2, 1))
+    monkeypatch.setattr(timing, "QUEUE_SECONDS", 0.001)
+    local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
+    (row,) = mesh.rows(local, (2, 1), [3], 2, "all", compare=True, implementation="xla")
+    assert "errors" not in row, row
+    assert row["throughput"] == pytest.approx(2 / row["step_ratio"], abs=1e-3)
+    assert (row["conv_dim"], row["num_slots"], row["batch"]) == (24, 14, 3)
+    environment = {"device": "d", "driver": "1", "versions": {"jax": "0"}, "date": "2026-01-01"}
+    path = tmp_path / report.file_name("2026-01-01", ["mesh"])
+    report.write(path, {"environment": environment, "preset": "p", "tp": 1, "points": [row]})
+    assert report.results_files(tmp_path) == [path]
+    assert f"| time_major | 2 | 1 | 4 | 3 | {row['one']['median_us']:.1f} |" in report.table(path)
+    assert f"step ratio {row['step_ratio']:.3f}" in measure.line(row)
+    assert main(["bench", "--mesh", "tensor=2"]) == 0
+    assert capsys.readouterr().out.count("data=1 tensor=2") == 2
+
+
+def test_a_step_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax_impl.bench import mesh
+
+    make_mesh((1, 2))
+    monkeypatch.setattr(mesh, "sharded_step", lambda spec, of, form: lambda carried, x, *_: (carried, x))
+    local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
+    (row,) = mesh.rows(local, (1, 2), [3], 2, "all", compare=True, implementation="xla")
+    assert row["errors"] == {"check": "results differ from the plain step"}

@@ -413,7 +413,7 @@ def test_on_many_gpus_no_operation_communicates(
 
 
 def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:
-    """Without the refusal the compiler gathers the pool: seen with the plain form of the same program replicated."""
+    """Without the refusal the compiler gathers, which the second half shows."""
     mesh = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")).reshape(1, 2), ("data", "tensor"))
     spec = mesh_cases.SPECS[0]
     specs = sharding.partition_specs(spec)
@@ -422,5 +422,19 @@ def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:
         jax.ShapeDtypeStruct(shape, spec.dtype, sharding=jax.sharding.NamedSharding(mesh, of)) for shape, of in shapes
     ]
     indices = [jax.ShapeDtypeStruct((16,), "int32")] * 2
+    lower = lambda: jax.jit(commit(spec, "pallas"), donate_argnums=0).lower(*arrays, *indices)  # noqa: E731
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="a program on 2 devices"):
-        jax.jit(commit(spec, "pallas")).lower(*arrays, *indices)
+        lower()
+    from jax.interpreters import mlir
+
+    from jax_impl import pallas_backend
+
+    mlir.register_lowering(pallas_backend._on_one_device, lambda _, array: [array])
+    try:
+        with jax.set_mesh(mesh):
+            program: Any = lower().compile()
+    finally:
+        mlir.register_lowering(pallas_backend._on_one_device, pallas_backend._refuse_several_devices)
+        jax.clear_caches()
+    gathered = [size for op, size in instructions(program) if op.startswith("all-gather")]
+    assert max(gathered) >= math.prod(spec.windows_shape)

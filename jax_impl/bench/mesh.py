@@ -116,18 +116,28 @@ def small(sizes: Sizes, order: AxisOrder) -> bool:
 
 
 def rows(
-    local: ConvCacheSpec, sizes: Sizes, batches: Sequence[int], repeats: int, accept: Any, *, compare: bool
+    local: ConvCacheSpec,
+    sizes: Sizes,
+    batches: Sequence[int],
+    repeats: int,
+    accept: Any,
+    *,
+    compare: bool,
+    implementation: checks.Implementation = "pallas",
 ) -> Iterator[Row]:
     """One row per batch size, requests of one data rank; what fails is recorded under `errors`."""
     spec = global_spec(local, sizes)
-    if compare and not check(sizes, dataclasses.replace(local, num_layers=2), min(batches), "pallas"):
+    if compare and not check(sizes, dataclasses.replace(local, num_layers=2), min(batches), implementation):
         batches = ()
         yield {**_identity(spec, sizes, 0), "errors": {"check": "results differ from the plain step"}}
     for batch in batches:
         row = _identity(spec, sizes, batch)
         try:
-            row["one"] = _timed(local, None, index_sets(local, batch, 1, accept), repeats)
-            row["all"] = _timed(spec, make_mesh(sizes), index_sets(local, batch, sizes[0], accept), repeats)
+            alone = whole_step("unrolled", local, implementation, stack_y=False)
+            row["one"] = _timed(alone, inputs(local, index_sets(local, batch, 1, accept)), repeats)
+            mesh, indices = make_mesh(sizes), index_sets(local, batch, sizes[0], accept)
+            on_mesh = placed(inputs(spec, indices), spec, mesh)
+            row["all"] = _timed(sharded_step(spec, mesh, implementation), on_mesh, repeats)
         except Exception as error:
             row["errors"] = {"all" if "one" in row else "one": timing.reason(error)}
         else:
@@ -142,14 +152,10 @@ def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
     return {"operation": "mesh", **fields, "batch": batch, "data": sizes[0], "tensor": sizes[1]}
 
 
-def _timed(spec: ConvCacheSpec, mesh: Any, indices: Sequence[np.ndarray], repeats: int) -> Row:
+def _timed(step: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Row:
     """Wall time of one step out of a queue of them, pool and buffer donated from step to step."""
-    arguments = inputs(spec, indices)
-    step = whole_step("unrolled", spec, "pallas", stack_y=False) if mesh is None else sharded_step(spec, mesh, "pallas")
-    if mesh is not None:
-        arguments = placed(arguments, spec, mesh)
     carried, *others = arguments
-    compiled, facts = subjects.compiled_with_facts(step, (carried, *others), (0,), 1)
+    compiled, facts = subjects.compiled_with_facts(step, arguments, (0,), 1)
     held = [carried]
 
     def run(steps: int) -> None:
