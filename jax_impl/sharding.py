@@ -93,8 +93,8 @@ def partition_specs(
 
     Example:
       >>> specs = partition_specs(ConvCacheSpec(2, 8, 4, 128, width=4, num_draft_tokens=4))
-      >>> specs.conv_state, specs.x
-      (PartitionSpec(None, 'data', None, 'tensor'), PartitionSpec('data', None, 'tensor'))
+      >>> tuple(specs.conv_state), tuple(specs.x)
+      ((None, 'data', None, 'tensor'), ('data', None, 'tensor'))
     """
     checks.spec_argument(spec)
     data, tensor = data_axis, tensor_axis
@@ -626,8 +626,8 @@ def cache_specs(cache: Any, *, data_axis: str | None = "data", tensor_axis: str 
     Example:
       >>> from jax_impl import allocate_conv_cache
       >>> cache = allocate_conv_cache(ConvCacheSpec(2, 8, 4, 128, width=4, num_draft_tokens=4))
-      >>> cache_specs(cache).conv_windows
-      PartitionSpec(None, 'data', None, 'tensor')
+      >>> tuple(cache_specs(cache).conv_windows)
+      (None, 'data', None, 'tensor')
     """
 
     def of_conv(one: ConvCache) -> ConvCache:

@@ -311,10 +311,10 @@ def test_plain_jit_leaves_the_xla_form_divided(shape: Any, spec: ConvCacheSpec) 
 
 @both_axis_types
 @pytest.mark.parametrize("jitted", [True, False])
-def test_kernels_are_not_divided_by_the_compiler(jitted: bool, axis_type: Any) -> None:
+@pytest.mark.parametrize("form", ["pallas_interpret", pytest.param("pallas", marks=on_gpu)])
+def test_kernels_are_not_divided_by_the_compiler(form: Any, jitted: bool, axis_type: Any) -> None:
     """Outside of shard_map they refuse, with the fix named, whatever of the pool is divided; inside they lower."""
     mesh = make_mesh((1, 2), axis_type)
-    form = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
     spec = SPECS[0]
     specs = sharding.partition_specs(spec)
     cache = jax_impl.allocate_conv_cache(spec, (NamedSharding(mesh, specs.conv_state),) * 2)
@@ -501,41 +501,58 @@ def test_arrays_that_lie_elsewhere_are_refused() -> None:
 # ---- a whole model ---------------------------------------------------------------------------------------------------
 
 
+# Of a mixture of experts, with three of eight for each token and one shared.
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
+
 @functools.cache
-def model() -> Any:
+def model(experts: bool = False) -> Any:
     """The tiny checkpoint with heads of twice the size, so that half of its convolution is 128 channels."""
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     from jax_impl.model.tiny import tiny_model
 
     layers = ["linear_attention", "full_attention"]
-    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} | (EXPERTS if experts else {})
     return tiny_model("float32", num_hidden_layers=2, layer_types=layers, **wide)
 
 
+MODELS = [((1, 2), False), ((2, 1), False)]
 PROMPTS = [[7], [1, 2, 3, 1, 2], list(range(20, 50)), [5, 5, 5, 5], [200, 3], [9, 8, 7, 9, 8]]
 
 
 @functools.cache
-def greedy() -> list[list[int]]:
+def greedy(experts: bool = False) -> list[list[int]]:
     from jax_impl.model.decode import Engine
     from jax_impl.model.drafters import NoDrafts
 
-    plain = Engine(*model(), drafter=NoDrafts(), num_draft_tokens=1, max_requests=6, max_len=96)
+    plain = Engine(*model(experts), drafter=NoDrafts(), num_draft_tokens=1, max_requests=6, max_len=96)
     return plain.generate(PROMPTS, 48)
 
 
 @on_every_form
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.long)], ids=shown)
-def test_the_tiny_model_says_the_same_on_a_mesh(shape: Any, form: Any) -> None:
+@pytest.mark.parametrize(("shape", "experts"), [*MODELS, pytest.param((2, 2), True, marks=pytest.mark.long)], ids=shown)
+def test_the_tiny_model_says_the_same_on_a_mesh(shape: Any, experts: bool, form: Any) -> None:
     """Heads over two ranks, requests over two, and both: the tokens of greedy decoding on one device, speculatively."""
     from jax_impl.model.parallel import MeshEngine
 
-    engine = MeshEngine(
-        *model(), mesh=make_mesh(shape), max_requests=4, num_slots=6, max_len=96, implementation=form
-    )  # six prompts in four rows, and slots that are used again
-    assert engine.generate(PROMPTS, 48) == greedy()
+    # Six prompts in four rows, and slots that are used again.
+    sizes: dict[str, Any] = {"max_requests": 4, "num_slots": 6, "max_len": 96}
+    engine = MeshEngine(*model(experts), mesh=make_mesh(shape), implementation=form, **sizes)
+    assert engine.generate(PROMPTS, 48) == greedy(experts)
     assert engine.statistics.mean_accepted_length > 1.2
     assert engine.free == 4
+
+
+def test_a_drafter_that_is_not_divided_is_refused() -> None:
+    from jax_impl.model.drafters import corrupted_replay
+    from jax_impl.model.parallel import MeshEngine
+
+    replay, mesh = corrupted_replay(4, 32, 256, 0.5), make_mesh((1, 2))
+    with pytest.raises(ValueError, match="`drafter`: expected one without arrays, got CorruptedReplay"):
+        MeshEngine(*model(), mesh=mesh, drafter=replay, max_requests=4, max_len=32)
 
 
 def test_a_model_that_ranks_do_not_divide_is_refused() -> None:
@@ -551,9 +568,7 @@ def test_a_model_that_ranks_do_not_divide_is_refused() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_bench_on_a_mesh(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_bench_on_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Times of a small step of the XLA form, the row and the table that come of them; and the command's comparison."""
     from jax_impl.__main__ import main
     from jax_impl.bench import measure, mesh, report, timing

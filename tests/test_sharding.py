@@ -58,10 +58,15 @@ def test_on_host_devices(devices: int) -> None:
     assert "skipped" not in report, report
 
 
+@pytest.mark.long
+def test_the_longer_cases_on_host_devices() -> None:
+    assert "skipped" not in run_cases(fresh(4), "-m", "long and not gpu")
+
+
 @pytest.mark.gpu
 def test_on_the_devices_of_this_machine() -> None:
     """The compiled kernels on every mesh that the machine's GPUs can form."""
-    assert "passed" in run_cases(fresh(), "-m", "gpu")
+    assert "passed" in run_cases(fresh(), "-m", "gpu and not long")
 
 
 # ---- channels --------------------------------------------------------------------------------------------------------

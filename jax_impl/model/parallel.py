@@ -24,6 +24,7 @@ from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.model import decode
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.decode import DecodeState, Engine, StepResult
+from jax_impl.model.drafters import Drafter
 from jax_impl.model.hybrid import ModelCache
 from jax_impl.model.weights import DenseMlp, FullAttention, Layer, LinearAttention, MoeMlp, Parameters
 from jax_impl.presets import ConvPart
@@ -126,6 +127,31 @@ def _with_spec(state: DecodeState, spec: ConvCacheSpec) -> DecodeState:
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, hybrid=hybrid))
 
 
+def _steps_of_a_rank(
+    drafter: Drafter, spec: ConvCacheSpec, local: ConvCacheSpec, data_axis: str | None, static: dict[str, Any]
+) -> tuple[Any, Any]:
+    """`verify_step` and `prefill_step` on a rank's shards, with global slot numbers; `static` goes on to both."""
+
+    def own(slots: jax.Array) -> jax.Array:
+        rank = jnp.int32(0) if data_axis is None else jax.lax.axis_index(data_axis)
+        return localize_slots(slots, rank, local.num_slots)
+
+    def verify(parameters: Parameters, state: DecodeState, slots: jax.Array) -> tuple[DecodeState, StepResult]:
+        state, result = decode.verify_step(parameters, _with_spec(state, local), drafter, own(slots), **static)
+        return _with_spec(state, spec), result
+
+    def prefill(
+        parameters: Parameters, state: DecodeState, tokens: Any, lengths: Any, slots: Any, budgets: Any
+    ) -> tuple[DecodeState, jax.Array]:
+        mine, state = own(slots), _with_spec(state, local)
+        state, first = decode.prefill_step(parameters, state, tokens, lengths, mine, budgets, **static)
+        if data_axis is not None:  # every rank learns what the owner of each slot has sampled
+            first = jax.lax.psum(jnp.where(mine >= 0, first, 0), data_axis)
+        return _with_spec(state, spec), first
+
+    return verify, prefill
+
+
 class MeshEngine(Engine):
     """An `Engine` whose model and cache are divided over a mesh.
 
@@ -164,22 +190,7 @@ class MeshEngine(Engine):
         self.parameters = jax.tree.map(place, shard_parameters(config, parameters, tensor_ranks), weights)
         self.state = jax.tree.map(place, self.state, specs)
         static = {"config": own_config, "stop_token_ids": self.stop_token_ids, "implementation": self.implementation}
-
-        def own(slots: jax.Array) -> jax.Array:
-            rank = jnp.int32(0) if data_axis is None else jax.lax.axis_index(data_axis)
-            return localize_slots(slots, rank, local.num_slots)
-
-        def verify(parameters: Parameters, state: DecodeState, slots: jax.Array) -> tuple[DecodeState, StepResult]:
-            state = _with_spec(state, local)
-            state, result = decode.verify_step(parameters, state, self.drafter, own(slots), **static)
-            return _with_spec(state, spec), result
-
-        def prefill(parameters: Parameters, state: DecodeState, tokens: Any, lengths: Any, slots: Any, budgets: Any):
-            mine, state = own(slots), _with_spec(state, local)
-            state, first = decode.prefill_step(parameters, state, tokens, lengths, mine, budgets, **static)
-            if data_axis is not None:  # every rank learns what the owner of each slot has sampled
-                first = jax.lax.psum(jnp.where(mine >= 0, first, 0), data_axis)
-            return _with_spec(state, spec), first
+        verify, prefill = _steps_of_a_rank(self.drafter, spec, local, data_axis, static)
 
         def on_mesh(step: Any, arguments: tuple[Any, ...], result: Any) -> Any:
             mapped = jax.shard_map(
