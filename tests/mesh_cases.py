@@ -25,20 +25,19 @@ from tests import adapters
 from tests.adapters import DEFINITION
 from tests.cases import INT32_MAX, INT32_MIN, assert_same_bits, unique_bits, values
 
-MESHES = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (2, 4)]  # data × tensor
+MESHES = [(1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (2, 4)]  # data × tensor
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 ORDERS = ("time_major", "channel_major")
 on_gpu = pytest.mark.gpu
 on_every_form = pytest.mark.parametrize(
     "form", ["xla", pytest.param("xla", marks=on_gpu, id="xla-gpu"), pytest.param("pallas", marks=on_gpu)]
 )
-both_axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=lambda one: one.name)
 
 
-def on_every_mesh(**others: Sequence[Any]) -> pytest.MarkDecorator:
+def on_every_mesh(*more: tuple[int, int], **others: Sequence[Any]) -> pytest.MarkDecorator:
     """Every mesh, with the values of other parameters taking turns: compilations are what these tests cost."""
     names = ("shape", *others)
-    turns = zip(MESHES, *(itertools.cycle(one) for one in others.values()), strict=False)
+    turns = zip((*MESHES, *more), *(itertools.cycle(one) for one in others.values()), strict=False)
     every = [pytest.param(*turn, id="-".join(map(shown, turn))) for turn in turns]
     return pytest.mark.parametrize(names, every)
 
@@ -164,7 +163,7 @@ class OnMesh:
 
 
 @on_every_form
-@on_every_mesh(spec=SPECS)
+@on_every_mesh((1, 1), spec=SPECS)
 def test_every_operation_equals_one_device(shape: Any, spec: ConvCacheSpec, form: Any) -> None:
     """Verify, gather, commit with snapshots, update and prefill: every bit, and nothing of another rank's slots."""
     mesh = make_mesh(shape)
@@ -309,8 +308,7 @@ def test_plain_jit_leaves_the_xla_form_divided(shape: Any, spec: ConvCacheSpec) 
         assert max(sizes, default=0) <= 2 * 16 * spec.state_columns * 1024 < np.prod(everywhere.state_shape) / 8
 
 
-@both_axis_types
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(("jitted", "axis_type"), [(True, AxisType.Auto), (False, AxisType.Explicit)], ids=shown)
 @pytest.mark.parametrize("form", ["pallas_interpret", pytest.param("pallas", marks=on_gpu)])
 def test_kernels_are_not_divided_by_the_compiler(form: Any, jitted: bool, axis_type: Any) -> None:
     """Outside of shard_map they refuse, with the fix named, whatever of the pool is divided; inside they lower."""
