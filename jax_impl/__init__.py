@@ -25,6 +25,17 @@ if TYPE_CHECKING:
         commit_recurrent_state,
         track_tokens_at_boundary,
     )
+    from jax_impl.sharding import (
+        localize_slots,
+        partition_specs,
+        shard_conv_weights,
+        sharded_commit,
+        sharded_commit_after_verify,
+        sharded_gather,
+        sharded_prefill,
+        sharded_update,
+        sharded_verify,
+    )
     from jax_impl.windows import gather_windows
 
 __version__ = "0.1.0"
@@ -45,8 +56,17 @@ __all__ = [
     "envelope_slots",
     "envelope_spec",
     "gather_windows",
+    "localize_slots",
+    "partition_specs",
     "prepare_conv_weight",
     "reset_conv_state",
+    "shard_conv_weights",
+    "sharded_commit",
+    "sharded_commit_after_verify",
+    "sharded_gather",
+    "sharded_prefill",
+    "sharded_update",
+    "sharded_verify",
     "track_tokens_at_boundary",
     "use_storage",
 ]
@@ -67,8 +87,17 @@ _MODULE_OF = {
     "envelope_slots": "envelope",
     "envelope_spec": "envelope",
     "gather_windows": "windows",
+    "localize_slots": "sharding",
+    "partition_specs": "sharding",
     "prepare_conv_weight": "conv",
     "reset_conv_state": "cache",
+    "shard_conv_weights": "sharding",
+    "sharded_commit": "sharding",
+    "sharded_commit_after_verify": "sharding",
+    "sharded_gather": "sharding",
+    "sharded_prefill": "sharding",
+    "sharded_update": "sharding",
+    "sharded_verify": "sharding",
     "track_tokens_at_boundary": "rollback",
     "use_storage": "layout",
 }

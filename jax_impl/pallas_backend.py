@@ -9,8 +9,9 @@ is the result; on a donated argument under `jit` that is the same buffer.
     JAX 0.11+  public parameters, refs without a memory space, `load` takes a view of the ref
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir as mlir_ir
 from jaxlib.mlir.dialects import arith as mlir_arith
 from jaxlib.mlir.dialects import llvm as mlir_llvm
@@ -345,7 +348,15 @@ def call_in_place(
 
     Returns:
       The updated arrays, then the fresh ones.
+
+    Raises:
+      ValueError: the program is for several devices and there is no shard_map around the call; says so when it is
+        lowered, or while it is traced for arrays whose types say how they are divided.
     """
+    for array in (*jax.tree.leaves(inputs), *updated):
+        if any(jax.typeof(array).sharding.spec):
+            _raise_not_on_one_device(f"an array of type {jax.typeof(array)}")
+    inputs = jax.tree.map(lambda one: _on_one_device.bind(one) if one.dtype == jnp.int32 else one, inputs)
     mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid))
     parameters = _interpret_parameters(interpret)
 
@@ -355,6 +366,42 @@ def call_in_place(
     run: Any = pl.kernel(body, out_type=fresh, mesh=mesh, name=name, compiler_params=compiler, interpret=parameters)
     made = run(inputs, *refs)
     return (*(jax.freeze(ref) for ref in refs), *(made or ()))
+
+
+# The identity, on a kernel's index arrays. XLA cannot divide a kernel: in a program of several devices it would gather
+# pool and buffer on each of them, without a word. How arguments are divided is not known while jit is traced, unless
+# their types say it; the number of devices is known when the program is lowered.
+_on_one_device = Primitive("specconv_on_one_device")
+_on_one_device.def_impl(lambda array: array)
+_on_one_device.def_abstract_eval(lambda array: array)
+batching.defvectorized(_on_one_device)
+
+
+def _refuse_several_devices(context: Any, array: Any) -> list[Any]:
+    """Lowers the identity.
+
+    Raises:
+      ValueError: the program runs on several devices, and the kernel is not inside a shard_map over all of them.
+    """
+    axes: Any = context.module_context.axis_context
+    count = getattr(axes, "num_devices", None) or 1
+    if hasattr(axes, "manual_axes"):  # inside shard_map: the axes that it leaves to the compiler
+        left = {name: size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes}
+        count = math.prod(left.values())
+    if count > 1:
+        _raise_not_on_one_device(f"a program on {count} devices")
+    return [array]
+
+
+def _raise_not_on_one_device(got: str) -> NoReturn:
+    raise ValueError(
+        f"`implementation`: expected a program on one device for the Pallas kernels, got {got}. "
+        "The compiler cannot divide a kernel and would gather pool and buffer on every device: call "
+        'jax_impl.sharding\'s functions or your own shard_map over all mesh axes, or use "xla".'
+    )
+
+
+mlir.register_lowering(_on_one_device, _refuse_several_devices)
 
 
 def fresh_like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

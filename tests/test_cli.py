@@ -827,3 +827,21 @@ def test_bench_prints_the_file_that_it_wrote(capsys, tmp_path):
     capsys.readouterr()
     assert main(["bench", "--report", str(path)]) == 0
     assert "| commit | time_major | 4 | 256 | 2.50 | – | – | 4.0 | – | – |" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "data=0"], "expected data=N,tensor=M with numbers from 1 to 4096, got 'data=0'"),
+        (["--mesh", "model=2"], "expected data=N,tensor=M"),
+        (["commit", "--mesh", "data=1"], "argument --mesh: expected without OPERATION, --tp and --subjects"),
+        (["--mesh", "tensor=32"], "argument --mesh: tensor: expected a divisor of part q = 16 heads, got 32"),
+        (["--mesh", "data=64"], "argument --mesh: expected at most 1 devices, got 64"),
+    ],
+)
+def test_bench_refuses_meshes(capsys, monkeypatch, arguments, message):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # it would ask for more
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

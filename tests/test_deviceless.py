@@ -30,8 +30,10 @@ from jax_impl import (
     commit_after_verify,
     commit_conv_state,
     gather_windows,
+    sharding,
 )
 from jax_impl.layout import ConvCacheSpec
+from tests import mesh_cases
 from tests.cases import DTYPES, both_orders, both_storages
 
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -40,6 +42,13 @@ WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 @pytest.fixture(scope="module")
 def h200() -> Iterator[Any]:
     """A mesh of one H200 that is not there, set as the target of everything that is traced."""
+    mesh = jax.sharding.Mesh(np.asarray(devices_of("1x1x1")).reshape(1), ("x",))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def devices_of(topology: str) -> list[Any]:
+    """H200s of hosts × hosts × devices per host; skips without the compiler."""
     for wheel in WHEELS:
         try:
             importlib.metadata.version(wheel)
@@ -48,12 +57,9 @@ def h200() -> Iterator[Any]:
     from jax.experimental import topologies
 
     target = Path(__file__).with_name("h200_target.textproto").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=target, topology="1x1x1"
-    )
-    mesh = jax.sharding.Mesh(np.asarray(topology.devices).reshape(1), ("x",))
-    with jax.set_mesh(mesh):
-        yield mesh
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=target, topology=topology
+    ).devices
 
 
 def compiled(
@@ -412,3 +418,60 @@ def test_a_decoding_step_is_in_place(h200: Any, axis_order: Any, dtype: Any) -> 
     assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     pool = min(leaf.size for leaf in (shapes.cache.hybrid.conv.conv_state, shapes.cache.keys))
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+
+
+# --- several of them --------------------------------------------------------------------------------------------------
+
+
+TOPOLOGIES = [("1x1x2", (1, 2)), ("1x1x2", (2, 1)), ("2x1x1", (2, 1)), ("1x1x8", (1, 8)), ("2x1x4", (2, 4))]
+
+
+@pytest.mark.parametrize(("topology", "sizes"), TOPOLOGIES)
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_on_many_gpus_no_operation_communicates(
+    monkeypatch: pytest.MonkeyPatch, implementation: Any, topology: str, sizes: Any
+) -> None:
+    """GPUs of one host and of two: each operation is the kernel on a rank's own shards, in place, and nothing else."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    devices = np.asarray(devices_of(topology)).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
+    spec = mesh_cases.SPECS[sizes[1] % 2]  # one of each axis order
+    with jax.set_mesh(mesh):
+        for name, function, arguments in mesh_cases.calls(spec, mesh, implementation):
+            donated = () if name == "gather" else (0,)
+            program: Any = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            assert f"num_partitions={mesh.size}" in program.as_text()
+            assert not mesh_cases.COLLECTIVES.findall(program.as_text()), name
+            assert len(custom_calls(program)) == (implementation == "pallas" and name != "gather"), name
+            if name in ("update", "prefill", "commit", "commit_after_verify"):
+                assert program.memory_analysis().alias_size_in_bytes >= spec.state_bytes // mesh.size, name
+                shard = math.prod(spec.state_shape) // mesh.size
+                assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= shard], name
+
+
+def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:
+    """Without the refusal the compiler gathers, which the second half shows."""
+    mesh = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")).reshape(1, 2), ("data", "tensor"))
+    spec = mesh_cases.SPECS[0]
+    specs = sharding.partition_specs(spec)
+    shapes = [(spec.state_shape, specs.conv_state), (spec.windows_shape, specs.conv_windows)]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, spec.dtype, sharding=jax.sharding.NamedSharding(mesh, of)) for shape, of in shapes
+    ]
+    indices = [jax.ShapeDtypeStruct((16,), "int32")] * 2
+    lower = lambda: jax.jit(commit(spec, "pallas"), donate_argnums=0).lower(*arrays, *indices)  # noqa: E731
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="a program on 2 devices"):
+        lower()
+    from jax.interpreters import mlir
+
+    from jax_impl import pallas_backend
+
+    mlir.register_lowering(pallas_backend._on_one_device, lambda _, array: [array])
+    try:
+        with jax.set_mesh(mesh):
+            program: Any = lower().compile()
+    finally:
+        mlir.register_lowering(pallas_backend._on_one_device, pallas_backend._refuse_several_devices)
+        jax.clear_caches()
+    gathered = [size for op, size in instructions(program) if op.startswith("all-gather")]
+    assert max(gathered) >= math.prod(spec.windows_shape)

@@ -33,7 +33,13 @@ LEVELS = {
     "demo": 7,
     "__main__": 8,
 }
-SAME_LEVEL = {("capacity", "presets"), ("runs", "checks"), ("pallas_backend", "checks")}
+SAME_LEVEL = {
+    ("capacity", "presets"),
+    ("runs", "checks"),
+    ("pallas_backend", "checks"),
+    ("sharding", "prefill"),
+    ("sharding", "rollback"),
+}
 # The model's measurements are taken and recorded as the benchmarks' are; the notebooks' helpers may use everything.
 PACKAGE_LEVELS = {"bench": 5, "model": 6, "walkthrough": 8}
 WITHOUT_FRAMEWORK = ("layout", "capacity", "presets")

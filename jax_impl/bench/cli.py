@@ -1,6 +1,7 @@
 """`python -m jax_impl bench`: what the operations and a whole step cost, beside a device copy of the same bytes."""
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -17,6 +18,7 @@ from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, AxisOrder, ConvCacheSpec
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds
 README = pathlib.Path("README.md")
 RESULTS = pathlib.Path("notebooks", "results")  # beside the README
+HOST_DEVICES = "--xla_force_host_platform_device_count"
 NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
@@ -47,6 +49,11 @@ def add_parser(subparsers: Any) -> None:
     option("--subjects", nargs="+", default=[], choices=report.SUBJECTS, help="time these only (default: all)")
     option("--no-kernel-times", action="store_true", help="do not ask CUPTI, where another profiler is attached")
     option("--no-command-buffers", action="store_true", help="tell XLA to launch every kernel on its own")
+    option(
+        "--mesh", type=mesh_sizes, nargs="+", metavar="data=N,tensor=M",
+        help="time a whole step on N × M devices beside the work of one of them on one device; --slots and --batch are "
+        "those of one data rank, channels are divided over the tensor ranks",
+    )  # fmt: skip
     option("--check", action="store_true", help="compare every result with the XLA form first")
     option(
         "--out", type=pathlib.Path, help="directory for the JSON file, which is written after every point, and plots"
@@ -67,6 +74,17 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """Ranks of the axes data and tensor, as an argparse type; an axis that is not named has one."""
+    sizes = {"data": 1, "tensor": 1}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in sizes or not number.isdecimal() or not 1 <= int(number) <= 4096:
+            raise argparse.ArgumentTypeError(f"expected data=N,tensor=M with numbers from 1 to 4096, got {text!r}.")
+        sizes[name] = int(number)
+    return sizes["data"], sizes["tensor"]
+
+
 def _refuse_mismatches(args: argparse.Namespace) -> None:
     """Ends the command when arguments that are fine alone do not fit each other, on every device."""
     unknown = [name for name in args.operations if name not in (*OPERATIONS, "all")]
@@ -78,6 +96,13 @@ def _refuse_mismatches(args: argparse.Namespace) -> None:
         args.preset.conv_dim_per_rank(args.tp)
     except ValueError as error:
         args.parser.error(f"argument --tp: {str(error).removeprefix('`tp`: ')}")
+    if args.mesh and (args.operations or args.tp != 1 or args.subjects):
+        args.parser.error("argument --mesh: expected without OPERATION, --tp and --subjects. It times a whole step.")
+    for _, tensor in args.mesh or ():
+        try:
+            args.preset.conv_dim_per_rank(tensor)
+        except ValueError as error:
+            args.parser.error(f"argument --mesh: {str(error).replace('`tp`', 'tensor', 1)}")
     if args.slots < max(args.batch):
         args.parser.error(
             f"argument --slots: expected at least the largest --batch, {max(args.batch)}, got {args.slots}. "
@@ -140,8 +165,11 @@ def run(args: argparse.Namespace) -> int:
     _set_flags(args)
     import jax
 
+    needed = max((data * tensor for data, tensor in args.mesh or ()), default=1)
+    if needed > len(jax.devices()):
+        args.parser.error(f"argument --mesh: expected at most {len(jax.devices())} devices, got {needed}.")
     if jax.default_backend() == "gpu":
-        return _measure(args, operations)
+        return _measure(args, ("mesh",) if args.mesh else operations)
     if args.out:
         args.parser.error(
             f"argument --out: expected a GPU, got platform {jax.default_backend()}. "
@@ -149,6 +177,12 @@ def run(args: argparse.Namespace) -> int:
         )
     from jax_impl.bench import comparing
 
+    if args.mesh:
+        from jax_impl.bench import mesh
+
+        print("bench: no GPU here, correctness only: small sizes, the XLA form on host devices, no times.")
+        same = [mesh.small(sizes, order) for sizes in args.mesh for order in AXIS_ORDERS]
+        return 0 if all(same) else 1
     print("bench: no GPU here, correctness only: small sizes, interpreted kernels, no times.")
     points = [point for name in operations for order in AXIS_ORDERS for point in comparing.small(name, order)]
     fine = [comparing.check(point) for point in points]
@@ -165,6 +199,9 @@ def _set_flags(args: argparse.Namespace) -> None:
         if "jax" in sys.modules:
             raise CliError("`--no-command-buffers` needs a process in which JAX is not imported yet.")
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}".strip()
+    if args.mesh and HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        devices = max(data * tensor for data, tensor in args.mesh)  # of the CPU, where there is nothing else
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HOST_DEVICES}={devices}".strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
 
 
@@ -197,7 +234,8 @@ def _measure(args: argparse.Namespace, operations: tuple[str, ...]) -> int:
         only=tuple(args.subjects),
     )
     for name, spec in _geometries(args, operations):
-        for row in measure.measure(name, spec, options):
+        measured = _on_meshes(args, spec, options) if name == "mesh" else measure.measure(name, spec, options)
+        for row in measured:
             points.append(row)
             print(measure.line(row), flush=True)
             if path:
@@ -209,6 +247,16 @@ def _measure(args: argparse.Namespace, operations: tuple[str, ...]) -> int:
         else:
             print(f"no plots, matplotlib is not installed: bench --report {path} --plots DIR draws them elsewhere")
     return 1 if any("errors" in row for row in points) else 0
+
+
+def _on_meshes(args: argparse.Namespace, whole: ConvCacheSpec, options: Any) -> Iterator[report.Row]:
+    """Rows of every mesh; a rank has its share of the channels of `whole`, and its slots and rows."""
+    from jax_impl.bench import measure, mesh
+
+    repeats, accept = options.repeats or measure.REPEATS["step"], options.accept or "all"
+    for sizes in args.mesh:
+        local = dataclasses.replace(whole, conv_dim=args.preset.conv_dim_per_rank(sizes[1]))
+        yield from mesh.rows(local, sizes, args.batch, repeats, accept, compare=options.check)
 
 
 def _geometries(args: argparse.Namespace, operations: tuple[str, ...]) -> Iterator[tuple[str, ConvCacheSpec]]:

@@ -313,6 +313,9 @@ def line(row: Row) -> str:
     head += report.variant(row)
     if "of" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
+    if "step_ratio" in row:
+        head += f" data={row['data']} tensor={row['tensor']}  step ratio {row['step_ratio']:.3f}"
+        head += f"  throughput {row['throughput']:.2f}×"
     if "compile_s" in row:
         head += (
             f"  trace {row['trace_s']:.2f} s  compile {row['compile_s']:.2f} s  launches {row['launches']:g}"

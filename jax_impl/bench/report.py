@@ -10,6 +10,7 @@ from typing import Any
 from jax_impl.layout import AXIS_ORDERS
 
 OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "compile", "scaling")
+MESH = "mesh"  # a whole step on several devices: measured where it is asked for, with bench --mesh
 # Kinds; a row's names may go on, such as copy_driver, pallas_scan.
 SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
 NOT_MEASURED = "–"
@@ -19,7 +20,7 @@ COPIES = ("copy_driver", "copy_kernel")
 MARKERS = ("<!-- bench table -->", "<!-- end of bench table -->")
 
 # Names that bench gives to results files; others in the same folder are not its own.
-_OPERATION = "|".join(OPERATIONS)
+_OPERATION = "|".join((*OPERATIONS, MESH))
 _NAME = re.compile(
     rf"\d{{4}}-\d\d-\d\d-(all|({_OPERATION})(-({_OPERATION}))*)(-D\d+(-\d+)*)?"
     r"(-[A-Za-z][\w.-]*-tp\d+)?(-no-command-buffers)?(\.\d+)?\.json"
@@ -104,7 +105,7 @@ def _require(row: Row) -> None:
     """LookupError unless a row says what it is about, and holds a time, a compiled program or an error."""
     for name in ("axis_order", "num_draft_tokens", "batch", "num_layers", "conv_dim", "width", "num_slots", "dtype"):
         row[name]
-    if row["operation"] not in OPERATIONS:
+    if row["operation"] not in (*OPERATIONS, MESH):
         raise LookupError(f"operation {row['operation']}")
     timed = any(isinstance(value, dict) and "median_us" in value for value in row.values())
     if not (timed or "compile_s" in row or "errors" in row):
@@ -129,7 +130,7 @@ def tables(record: Record, keep: Callable[[Row], bool] = lambda row: True) -> st
     """The points of a record that `keep` accepts, as `table` prints them."""
     points = [row for row in record["points"] if keep(row)]
     parts = [_title(record, points)]
-    for operation in OPERATIONS:
+    for operation in (*OPERATIONS, MESH):
         rows = [row for row in points if row["operation"] == operation]
         if rows:
             columns = _COLUMNS[operation]
@@ -293,6 +294,17 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
         "copy µs": lambda row: f"{copy_us(row):.2f}",
         "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+    },
+    MESH: {
+        "whole step on a mesh": lambda row: row["axis_order"],
+        "data": lambda row: row["data"],
+        "tensor": lambda row: row["tensor"],
+        "D": lambda row: row["num_draft_tokens"],
+        "B per data rank": lambda row: row["batch"],
+        "one device µs": lambda row: f"{at(row, 'one', 'median_us'):.1f}",
+        "all devices µs": lambda row: f"{at(row, 'all', 'median_us'):.1f}",
+        "step ratio": lambda row: f"{row['step_ratio']:.3f}",
+        "throughput": lambda row: f"{row['throughput']:.2f}×",
     },
 }
 

@@ -54,6 +54,7 @@ class ModelConfig:
       tied: the output projection is the embedding.
       dtype: the checkpoint's own dtype, or None when it does not say.
       stop_token_ids: tokens that end a sequence.
+      tensor_axis: for one rank's share of a model, the mesh axis over which the ranks' outputs are summed.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class ModelConfig:
     moe_layers: tuple[int, ...] = ()
     dtype: str | None = None
     stop_token_ids: tuple[int, ...] = ()
+    tensor_axis: str | None = None
 
     @property
     def num_layers(self) -> int:

@@ -384,7 +384,7 @@ class Engine:
             return []
         joined = []
         for prompt, budget in zip(prompts, budgets, strict=True):
-            row, slot = self._rows.pop(0), self._free_slots.popleft()
+            row, slot = self._take_row_and_slot()
             request = Request(self._next_identity, tuple(int(t) for t in prompt), int(budget), row, slot)
             self.requests[request.identity], self._next_identity = request, self._next_identity + 1
             joined.append(request)
@@ -395,10 +395,7 @@ class Engine:
         for index, request in enumerate(joined):
             tokens[index, : len(request.prompt)] = request.prompt
             ints[:, index] = len(request.prompt), request.slot, request.max_new_tokens
-        self.state, first = prefill_step(
-            self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids,
-            implementation=self.implementation,
-        )  # fmt: skip
+        first = self._prefill(tokens, *ints)
         sampled = np.asarray(first)[: len(joined)].tolist()
         return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
 
@@ -466,6 +463,17 @@ class Engine:
         for index, new in self.stream(prompts, max_new_tokens):
             generated[index].extend(new.tokens)
         return generated
+
+    def _take_row_and_slot(self) -> tuple[int, int]:
+        return self._rows.pop(0), self._free_slots.popleft()
+
+    def _prefill(self, tokens: np.ndarray, *ints: np.ndarray) -> jax.Array:
+        """Runs padded prompts, with their lengths, slots and budgets, and returns their first tokens."""
+        self.state, first = prefill_step(
+            self.parameters, self.state, tokens, *ints, config=self.config, stop_token_ids=self.stop_token_ids,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return first
 
     def _receive(self, request: Request, tokens: list[int]) -> Progress:
         request.tokens.extend(tokens)

@@ -116,13 +116,17 @@ def prefill(
             fresh = jnp.zeros((batch, *pool.shape[2:]), jnp.float32)
             o, state = mixers.delta_rule(config, fresh, mixed, projected, is_valid, keep_states=False)
             pool = pool.at[linear, jnp.where(live, slots, dead_slot)].set(state, mode="drop", unique_indices=True)
-            hidden, linear = hidden + mixers.output(layer.mixer, config, o, projected.z), linear + 1
+            hidden, linear = (
+                hidden + _of_all_ranks(config, mixers.output(layer.mixer, config, o, projected.z)),
+                linear + 1,
+            )
         else:
             assert isinstance(layer.mixer, FullAttention)
             q, gate, k, v = attention.project(layer.mixer, config, x, positions)
             keys = attention.write_tokens(keys, k, full, slots, positions, is_valid)
             values = attention.write_tokens(values, v, full, slots, positions, is_valid)
-            hidden, full = hidden + attention.attend(layer.mixer, q, gate, k, v, positions, lengths), full + 1
+            mixed = attention.attend(layer.mixer, q, gate, k, v, positions, lengths)
+            hidden, full = hidden + _of_all_ranks(config, mixed), full + 1
         hidden = _add_mlp(config, layer.post_norm, layer.mlp, hidden)
     conv = dataclasses.replace(cache.hybrid.conv, conv_state=conv_state)
     cache = ModelCache(HybridCache(conv, pool), keys, values)
@@ -176,14 +180,15 @@ def verify(
             )  # fmt: skip
             o, states = mixers.delta_rule(config, pool[linear, rows], mixed, projected, is_valid, keep_states=True)
             step_states.append(states)
-            hidden = hidden + mixers.output(layer.mixer, config, o, projected.z)
+            hidden = hidden + _of_all_ranks(config, mixers.output(layer.mixer, config, o, projected.z))
         else:
             assert isinstance(layer.mixer, FullAttention)
             q, gate, k, v = attention.project(layer.mixer, config, x, positions)
             keys = attention.write_tokens(keys, k, full, slots, positions, is_valid)
             values = attention.write_tokens(values, v, full, slots, positions, is_valid)
             past = [attention.read_slots(array, full, slots) for array in (keys, values)]
-            hidden, full = hidden + attention.attend(layer.mixer, q, gate, *past, positions, num_keys), full + 1
+            mixed = attention.attend(layer.mixer, q, gate, *past, positions, num_keys)
+            hidden, full = hidden + _of_all_ranks(config, mixed), full + 1
         hidden = _add_mlp(config, layer.post_norm, layer.mlp, hidden)
     conv = dataclasses.replace(cache.hybrid.conv, conv_windows=conv_windows)
     cache = ModelCache(HybridCache(conv, pool), keys, values)
@@ -200,7 +205,12 @@ def logits_of(parameters: Parameters, hidden: jax.Array) -> jax.Array:
 
 def _add_mlp(config: ModelConfig, norm: jax.Array, mlp: DenseMlp | MoeMlp, hidden: jax.Array) -> jax.Array:
     x = rms_norm(hidden, norm, config.norm_eps)
-    return hidden + (_dense_mlp(mlp, x) if isinstance(mlp, DenseMlp) else _moe_mlp(mlp, config, x))
+    return hidden + _of_all_ranks(config, _dense_mlp(mlp, x) if isinstance(mlp, DenseMlp) else _moe_mlp(mlp, config, x))
+
+
+def _of_all_ranks(config: ModelConfig, part: jax.Array) -> jax.Array:
+    """What a mixer or an MLP adds to the residual: the sum over the ranks that share its heads, or channels."""
+    return part if config.tensor_axis is None else jax.lax.psum(part, config.tensor_axis)
 
 
 def _dense_mlp(mlp: DenseMlp, x: jax.Array) -> jax.Array:

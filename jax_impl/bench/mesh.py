@@ -1,0 +1,167 @@
+"""A whole step on a mesh, beside the same work of one of its ranks on one device.
+
+    one     the plain step on one device: 1 / tensor of the channels, the slots and requests of one data rank
+    all     `jax_impl.sharding` on data × tensor devices, of which each has as much to do
+
+    step ratio   all / one: 1 when nothing is lost, whatever the mesh
+    throughput   data × one / all: requests per second, in those of one data rank on one device
+
+Requests of a rank name slots and rows of that rank's part, as an engine places them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from jax_impl import checks, sharding
+from jax_impl.bench import subjects, timing
+from jax_impl.bench.step import whole_step
+from jax_impl.bench.subjects import Case
+from jax_impl.conv import ConvWeight
+from jax_impl.layout import AxisOrder, ConvCacheSpec
+
+Row = dict[str, Any]
+Sizes = tuple[int, int]  # data ranks, tensor ranks
+
+
+def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:
+    """The first devices as a mesh of axes "data" and "tensor"."""
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices)
+
+
+def global_spec(local: ConvCacheSpec, sizes: Sizes) -> ConvCacheSpec:
+    """The geometry of all ranks together."""
+    data, tensor = sizes
+    return dataclasses.replace(
+        local,
+        num_slots=local.num_slots * data,
+        max_requests=local.max_requests * data,
+        conv_dim=local.conv_dim * tensor,
+    )
+
+
+def index_sets(local: ConvCacheSpec, batch: int, data: int, accept: Any) -> tuple[np.ndarray, ...]:
+    """Slots, rows and accepted counts of `batch` requests on each data rank, as global numbers."""
+    slots, rows, accepted = [], [], []
+    for rank in range(data):
+        one = subjects.index_sets(Case(local, batch, 1, accept, seed=rank), 1)
+        slots.append(one[0][0] + np.int32(rank * local.num_slots))
+        rows.append(one[1][0] + np.int32(rank * local.max_requests))
+        accepted.append(one[2][0])
+    return tuple(map(np.concatenate, (slots, rows, accepted)))
+
+
+def sharded_step(spec: ConvCacheSpec, mesh: Any, implementation: checks.Implementation) -> Callable[..., Any]:
+    """`step.whole_step`, unrolled, on the global arrays of a mesh."""
+
+    def step(carried: Any, x: Any, weight: ConvWeight, slots: Any, rows: Any, accepted: Any) -> Any:
+        (pool, windows), outputs = carried, []
+        common: dict[str, Any] = {"spec": spec, "mesh": mesh, "window_rows": rows, "implementation": implementation}
+        for layer in range(spec.num_layers):
+            y, windows = sharding.sharded_verify(
+                x[layer], pool, windows, weight, **common, state_indices=slots, layer=layer
+            )
+            outputs.append(y)
+        return (sharding.sharded_commit(pool, windows, slots, accepted, **common), windows), outputs
+
+    return step
+
+
+def inputs(spec: ConvCacheSpec, indices: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    """Pool and buffer, x of every layer, weight and index arrays, made on the default device."""
+    cache = subjects.random_cache(spec)
+    x, weights = subjects.verify_inputs(Case(spec, len(indices[0]), spec.num_layers), spec.num_layers)
+    weight = ConvWeight(jnp.stack([one.taps for one in weights]))
+    return (cache.conv_state, cache.conv_windows), x, weight, *map(jnp.asarray, indices)
+
+
+def placed(arguments: tuple[Any, ...], spec: ConvCacheSpec, mesh: Any) -> tuple[Any, ...]:
+    """`inputs`, divided over the mesh."""
+    specs = sharding.partition_specs(spec)
+    pool, x, weight, *indices = arguments
+    put = lambda array, of: jax.device_put(array, NamedSharding(mesh, of))  # noqa: E731
+    return (
+        (put(pool[0], specs.conv_state), put(pool[1], specs.conv_windows)),
+        [put(one, specs.x) for one in x],
+        ConvWeight(put(weight.taps, specs.conv_weight.taps)),
+        *(put(one, specs.indices) for one in indices),
+    )
+
+
+def check(sizes: Sizes, local: ConvCacheSpec, batch: int, implementation: checks.Implementation) -> bool:
+    """Prints and returns whether the step on the mesh leaves the bits of the plain step on one device."""
+    spec, mesh = global_spec(local, sizes), make_mesh(sizes)
+    arguments = inputs(spec, index_sets(local, batch, sizes[0], "random"))
+    plain = jax.jit(whole_step("unrolled", spec, implementation, stack_y=True))(*arguments)
+    on_mesh = jax.jit(sharded_step(spec, mesh, implementation))(*placed(arguments, spec, mesh))
+    unsigned = {2: np.uint16, 4: np.uint32}[spec.item_bytes]
+    same = all(
+        np.array_equal(np.asarray(one).view(unsigned), np.asarray(other).view(unsigned))
+        for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(on_mesh), strict=True)
+    )
+    where = f"check mesh data={sizes[0]} tensor={sizes[1]} {spec.axis_order} conv_dim={spec.conv_dim} B={batch}"
+    print(f"{where} {implementation}: {'same' if same else 'DIFFERENT'}", flush=True)
+    return same
+
+
+def small(sizes: Sizes, order: AxisOrder) -> bool:
+    """`check` on a geometry that the CPU compiles in seconds, of the XLA form."""
+    return check(sizes, ConvCacheSpec(2, 11, 6, 24, 4, 4, axis_order=order), 5, "xla")
+
+
+def rows(
+    local: ConvCacheSpec,
+    sizes: Sizes,
+    batches: Sequence[int],
+    repeats: int,
+    accept: Any,
+    *,
+    compare: bool,
+    implementation: checks.Implementation = "pallas",
+) -> Iterator[Row]:
+    """One row per batch size, requests of one data rank; what fails is recorded under `errors`."""
+    spec = global_spec(local, sizes)
+    if compare and not check(sizes, dataclasses.replace(local, num_layers=2), min(batches), implementation):
+        batches = ()
+        yield {**_identity(spec, sizes, 0), "errors": {"check": "results differ from the plain step"}}
+    for batch in batches:
+        row = _identity(spec, sizes, batch)
+        try:
+            alone = whole_step("unrolled", local, implementation, stack_y=False)
+            row["one"] = _timed(alone, inputs(local, index_sets(local, batch, 1, accept)), repeats)
+            mesh, indices = make_mesh(sizes), index_sets(local, batch, sizes[0], accept)
+            on_mesh = placed(inputs(spec, indices), spec, mesh)
+            row["all"] = _timed(sharded_step(spec, mesh, implementation), on_mesh, repeats)
+        except Exception as error:
+            row["errors"] = {"all" if "one" in row else "one": timing.reason(error)}
+        else:
+            row["step_ratio"] = round(row["all"]["median_us"] / row["one"]["median_us"], 4)
+            row["throughput"] = round(sizes[0] * row["one"]["median_us"] / row["all"]["median_us"], 4)
+        yield row
+
+
+def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
+    names = ("axis_order", "num_draft_tokens", "width", "conv_dim", "num_layers", "num_slots", "dtype")
+    fields = {name: getattr(spec, name) for name in names}
+    return {"operation": "mesh", **fields, "batch": batch, "data": sizes[0], "tensor": sizes[1]}
+
+
+def _timed(step: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Row:
+    """Wall time of one step out of a queue of them, pool and buffer donated from step to step."""
+    carried, *others = arguments
+    compiled, facts = subjects.compiled_with_facts(step, arguments, (0,), 1)
+    held = [carried]
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            held[0], _ = compiled(held[0], *others)
+        jax.block_until_ready(held[0])
+
+    wall = timing.wall_us(run, 1, repeats)
+    return {**wall["wall"], **wall, **facts}
