@@ -14,9 +14,10 @@ by itself, so that many steps can be launched without waiting for one; between s
 import collections
 import dataclasses
 import functools
+import operator
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from jax_impl.model.hybrid import ModelCache
 from jax_impl.model.weights import Parameters
 from jax_impl.rollback import commit_after_verify
 
+Prompts = Sequence[Sequence[SupportsIndex]]
+Budgets = SupportsIndex | Iterable[SupportsIndex]
 SHORTEST_PREFILL = 32  # prompts are padded to a power of two of at least this many tokens, so that programs are few
 
 
@@ -307,7 +310,7 @@ class Engine:
         max_len: int = 512,
         num_draft_tokens: int = 4,
         drafter: Drafter | None = None,
-        stop_token_ids: tuple[int, ...] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
         axis_order: AxisOrder = "time_major",
         storage: Storage = "sliding",
         implementation: Implementation | None = None,
@@ -321,7 +324,8 @@ class Engine:
         problems.raise_if_any()
         self.config, self.parameters, self.max_len = config, parameters, max_len
         self.drafter: Drafter = PromptLookup() if drafter is None else drafter
-        self.stop_token_ids = config.stop_token_ids if stop_token_ids is None else stop_token_ids
+        stop_token_ids = config.stop_token_ids if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = tuple(operator.index(token) for token in stop_token_ids)
         self.implementation: Implementation | None = implementation
         cache = hybrid.allocate_model_cache(
             config, str(parameters.embedding.dtype), num_slots=num_slots, max_requests=max_requests, max_len=max_len,
@@ -343,23 +347,45 @@ class Engine:
         """Requests that can join now."""
         return min(len(self._rows), len(self._free_slots))
 
-    def check_request(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+    def check_request(self, prompt: Sequence[SupportsIndex], max_new_tokens: SupportsIndex) -> None:
         """Raises `ValueError` for a request that can never be served."""
         problems = Problems()
-        bad = [token for token in prompt if not 0 <= token < self.config.vocab_size]
+        numbers, budget = [_integer(token) for token in prompt], _integer(max_new_tokens)
+        known = range(self.config.vocab_size)
+        bad = [token for token, number in zip(prompt, numbers, strict=True) if number is None or number not in known]
         if not len(prompt):
             problems.add("prompt", "at least one token", "none")
         if bad:
             problems.add("prompt", f"tokens from 0 to vocab_size - 1 = {self.config.vocab_size - 1}", bad[0])
-        if max_new_tokens < 1:
-            problems.add("max_new_tokens", "at least 1", max_new_tokens)
-        elif len(prompt) + max_new_tokens > self.max_len:
-            got = f"a prompt of {len(prompt)} and max_new_tokens = {max_new_tokens}"
-            problems.add("max_len", f"at least {len(prompt) + max_new_tokens} tokens", self.max_len, f"There is {got}.")
+        if budget is None:
+            problems.add("max_new_tokens", "an integer", repr(max_new_tokens))
+        elif budget < 1:
+            problems.add("max_new_tokens", "at least 1", budget)
+        elif len(prompt) + budget > self.max_len:
+            got = f"a prompt of {len(prompt)} and max_new_tokens = {budget}"
+            problems.add("max_len", f"at least {len(prompt) + budget} tokens", self.max_len, f"There is {got}.")
         problems.raise_if_any()
 
-    def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> list[Progress]:
+    def _checked(self, prompts: Prompts, max_new_tokens: Budgets) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Prompts and the budget of each, as Python's integers, or `ValueError`."""
+        budgets: list[Any] = [max_new_tokens] * len(prompts)
+        if isinstance(max_new_tokens, Iterable) and _integer(max_new_tokens) is None:  # an array without axes is one
+            budgets = list(max_new_tokens)
+        if len(budgets) != len(prompts):
+            problems = Problems()
+            problems.add("max_new_tokens", f"one number, or one of each of {len(prompts)} prompts", len(budgets))
+            problems.raise_if_any()
+        for prompt, budget in zip(prompts, budgets, strict=True):
+            self.check_request(prompt, budget)
+        return [tuple(map(operator.index, prompt)) for prompt in prompts], [
+            operator.index(budget) for budget in budgets
+        ]
+
+    def add(self, prompts: Prompts, max_new_tokens: Budgets) -> list[Progress]:
         """Requests join: their prompts run into free slots, and each one's first token is sampled.
+
+        Whatever it raises, no request has joined and rows and slots are as they were. Only a prefill that fails while
+        it runs may take the engine's state, which it was given, with it; the error then says so.
 
         Args:
           prompts: tokens of each request, at least one.
@@ -370,34 +396,43 @@ class Engine:
 
         Raises:
           OutOfSlotsError: there are fewer free slots or rows than prompts; no request joined.
-          ValueError: a prompt is empty, has tokens that the model does not know, or does not fit `max_len`.
+          ValueError: a prompt is empty, has tokens that the model does not know or that are no integers, or does not
+            fit `max_len`.
         """
-        budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        for prompt, budget in zip(prompts, budgets, strict=True):
-            self.check_request(prompt, budget)
+        checked, budgets = self._checked(prompts, max_new_tokens)
         if len(prompts) > self.free:
             raise OutOfSlotsError(
                 f"`prompts`: expected at most {self.free} requests, got {len(prompts)}: {len(self._free_slots)} slots "
                 f"and {len(self._rows)} rows are free. Add them when others have left."
             )
-        if not prompts:
+        if not checked:
             return []
-        joined = []
-        for prompt, budget in zip(prompts, budgets, strict=True):
-            row, slot = self._take_row_and_slot()
-            request = Request(self._next_identity, tuple(int(t) for t in prompt), int(budget), row, slot)
-            self.requests[request.identity], self._next_identity = request, self._next_identity + 1
-            joined.append(request)
+        rows, free_slots = self._rows.copy(), self._free_slots.copy()
+        try:
+            joined = [
+                Request(self._next_identity + index, prompt, budget, *self._take_row_and_slot())
+                for index, (prompt, budget) in enumerate(zip(checked, budgets, strict=True))
+            ]
+            sampled = self._run_prompts(joined)
+        except BaseException as error:  # an interrupt during the compilation too
+            self._rows, self._free_slots = rows, free_slots
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+                error.add_note("The prefill failed with the engine's state in it, which is gone: make a new engine.")
+            raise
+        self.requests.update((request.identity, request) for request in joined)
+        self._next_identity += len(joined)
         self._place()
+        return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
+
+    def _run_prompts(self, joined: list[Request]) -> list[int]:
+        """Runs the prompts of new requests into their slots; the first token of each."""
         batch = min(_power_of_two(len(joined)), self._slots_of_rows.shape[0])
-        length = _power_of_two(max(SHORTEST_PREFILL, *(len(request.prompt) for request in joined)))
+        length = _padded_length(max(len(request.prompt) for request in joined))
         tokens, ints = np.zeros((batch, length), np.int32), np.tile(np.asarray([[0], [-1], [0]], np.int32), (1, batch))
         for index, request in enumerate(joined):
             tokens[index, : len(request.prompt)] = request.prompt
             ints[:, index] = len(request.prompt), request.slot, request.max_new_tokens
-        first = self._prefill(tokens, *ints)
-        sampled = np.asarray(first)[: len(joined)].tolist()
-        return [self._receive(request, [token]) for request, token in zip(joined, sampled, strict=True)]
+        return np.asarray(self._prefill(tokens, *ints))[: len(joined)].tolist()
 
     def replay(self, request: Request, tokens: Sequence[int]) -> None:
         """Tells a `CorruptedReplay` what a request is going to generate."""
@@ -439,25 +474,36 @@ class Engine:
         self._free_slots.append(request.slot)
         self._place()
 
-    def stream(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
-    ) -> Iterator[tuple[int, Progress]]:
-        """Decodes any number of prompts, which join as slots become free: (index of the prompt, its new tokens)."""
-        budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        for prompt, budget in zip(prompts, budgets, strict=True):
-            self.check_request(prompt, budget)
-        index_of: dict[int, int] = {}
-        waiting = collections.deque(range(len(prompts)))
-        while waiting or index_of.keys() & self.requests.keys():
-            joining = [waiting.popleft() for _ in range(min(self.free, len(waiting)))]
-            joined = self.add([prompts[index] for index in joining], [budgets[index] for index in joining])
-            index_of.update((new.request.identity, index) for new, index in zip(joined, joining, strict=True))
-            yield from ((index_of[new.request.identity], new) for new in joined)
-            for new in self.step() if self.requests else []:
-                if new.request.identity in index_of:  # others may be decoding beside these
-                    yield index_of[new.request.identity], new
+    def stream(self, prompts: Prompts, max_new_tokens: Budgets) -> Iterator[tuple[int, Progress]]:
+        """Decodes any number of prompts, which join as slots become free: (index of the prompt, its new tokens).
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> list[list[int]]:
+        Others may be decoding beside these, and step for both: what a request has that was not handed out yet is its
+        next progress. Requests of a stream that is closed, or that raises, leave.
+        """
+        checked, budgets = self._checked(prompts, max_new_tokens)
+        waiting = collections.deque(range(len(checked)))
+        streamed: dict[int, Request] = {}  # by prompt, until all of its tokens are handed out
+        handed_out = [0] * len(checked)
+        try:
+            while waiting or streamed:
+                joining = [waiting.popleft() for _ in range(min(self.free, len(waiting)))]
+                joined = self.add([checked[index] for index in joining], [budgets[index] for index in joining])
+                streamed.update((index, new.request) for new, index in zip(joined, joining, strict=True))
+                if self.requests and all(len(one.tokens) == handed_out[index] for index, one in streamed.items()):
+                    self.step()
+                for index, request in list(streamed.items()):
+                    tokens = request.tokens[handed_out[index] :]
+                    handed_out[index] += len(tokens)
+                    if request.identity not in self.requests:  # finished, or made to leave
+                        del streamed[index]
+                    if tokens:
+                        yield index, Progress(request, tokens)
+        finally:
+            for request in streamed.values():
+                if request.identity in self.requests:
+                    self.leave(request)
+
+    def generate(self, prompts: Prompts, max_new_tokens: Budgets) -> list[list[int]]:
         """The generated tokens of each prompt."""
         generated: list[list[int]] = [[] for _ in prompts]
         for index, new in self.stream(prompts, max_new_tokens):
@@ -491,6 +537,19 @@ class Engine:
         for request in self.requests.values():
             slots[request.row] = request.slot
         self._slots_of_rows = jnp.asarray(slots)
+
+
+def _integer(value: object) -> int | None:
+    """A number of any integer type as Python's, or None: 1.7 and "1" are no integers."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _padded_length(length: int) -> int:
+    """Tokens that a prompt of `length` tokens is padded to."""
+    return _power_of_two(max(SHORTEST_PREFILL, length))
 
 
 def _power_of_two(number: int) -> int:
