@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_impl.model.decode import Engine
+from jax_impl.model import attention
+from jax_impl.model.decode import Engine, cache_bytes, prefill_bytes, prefill_step
 from jax_impl.model.tiny import tiny_model
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -166,3 +167,66 @@ def test_a_request_that_is_made_to_leave_its_stream(model: Any, expected: list[l
             made.leave(new.request)
     assert got == [expected[0][: len(got[0])], expected[1]]
     assert len(got[0]) == 1
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 300), (3, 40), (9, 33)])
+def test_attention_in_parts_is_attention(
+    model: Any, monkeypatch: pytest.MonkeyPatch, requests: int, tokens: int
+) -> None:
+    """Parts that do not divide the tokens, against all of them at once; old keys are NaN."""
+    config, parameters = model
+    weights = parameters.layers[1].mixer
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    q, gate = draw(requests, tokens, 4, 16), draw(requests, tokens, 4, 16)
+    keys, values = draw(requests, tokens + 9, 2, 16), draw(requests, tokens + 9, 2, 16)
+    values = values.at[:, tokens + 5 :].set(jnp.nan)
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) + 5, (requests, tokens))
+    num_keys = jnp.full(requests, tokens + 5, jnp.int32)
+    arguments = (weights, q, gate, keys, values, positions, num_keys)
+    whole, parts = attention.query_block, []
+    for block in (lambda batch, tokens: tokens, whole, lambda batch, tokens: 7):
+        monkeypatch.setattr(attention, "query_block", block)
+        parts.append(np.asarray(attention.attend(*arguments)))
+    scale = np.abs(parts[0]).max() * (tokens + 14) * np.finfo(np.float32).eps  # of sums over keys in another order
+    assert config.num_heads == 4
+    for part in parts[1:]:
+        np.testing.assert_allclose(part, parts[0], rtol=0, atol=scale)
+
+
+def test_scores_are_held_in_parts() -> None:
+    """256 tokens in all, at least 32 of each sequence, and never more than there are."""
+    blocks = [attention.query_block(*sizes) for sizes in [(1, 4096), (2, 4096), (8, 64), (300, 4096), (1, 4), (8, 32)]]
+    assert blocks == [256, 128, 32, 32, 4, 32]
+
+
+@pytest.mark.parametrize(("requests", "max_len"), [(8, 4096), (1, 4096), (16, 50)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_size_counts_the_prefill(model: Any, dtype: Any, requests: int, max_len: int) -> None:
+    """What the compiler says that the longest prefill takes, which is the scores' square when nothing divides it."""
+    config, parameters = tiny_model(dtype, num_hidden_layers=2, full_attention_interval=2)
+    made = Engine(config, parameters, max_requests=requests, max_len=max_len)
+    length = max(32, 1 << (max_len - 1).bit_length())
+    tokens, ints = np.zeros((requests, length), np.int32), np.zeros((3, requests), np.int32)
+    analysis = prefill_step.lower(parameters, made.state, tokens, *ints, config=config).compile().memory_analysis()
+    assert analysis is not None
+    counted = prefill_bytes(config, dtype, max_requests=requests, max_len=max_len)
+    assert counted / 3 < analysis.temp_size_in_bytes <= counted
+    sizes = {"max_requests": requests, "max_len": max_len, "num_draft_tokens": 4}
+    assert cache_bytes(config, dtype, **sizes) == counted + sum(
+        leaf.nbytes for leaf in jax.tree.leaves(made.state.cache)
+    )
+
+
+@pytest.mark.parametrize("storage", ["sliding", "dense"])
+def test_the_size_counts_the_storage(model: Any, storage: Any) -> None:
+    """And, where that is more than a prefill, the recurrent states of a step."""
+    sizes = {"max_requests": 2, "max_len": 64, "num_draft_tokens": 32}
+    cache = Engine(*model, storage=storage, **sizes).state.cache
+    step_states_bytes = 32 * cache.hybrid.recurrent_state.nbytes
+    largest = max(step_states_bytes, prefill_bytes(model[0], "float32", max_requests=2, max_len=64))
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert cache_bytes(model[0], "float32", storage=storage, **sizes) == allocated + largest

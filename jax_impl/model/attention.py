@@ -57,6 +57,9 @@ def attend(
 ) -> jax.Array:
     """Attention of q over all keys at or before each token's position, gated and projected: `[B, T, hidden]`.
 
+    Long blocks run in parts of `query_block` tokens, one after the other: the scores are float32 `[B, heads, part, M]`
+    and not T / part times that.
+
     Args:
       weights: of the layer.
       q, gate: `[B, T, heads, head_dim]`.
@@ -65,19 +68,43 @@ def attend(
       num_keys: int32 `[B]`, keys that this sequence has written; those behind them may hold anything.
     """
     batch, tokens, heads, dim = q.shape
-    groups = heads // keys.shape[2]
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    visible = at[None, None, :] <= positions[:, :, None]  # [B, T, M]
     written = (at[None, :] < num_keys[:, None])[:, :, None, None]
     values = jnp.where(written, values, jnp.zeros_like(values))  # a weight of zero times an old NaN would be a NaN
+    part = query_block(batch, tokens)
+    count = -(-tokens // part)
+
+    def parts(array: jax.Array) -> jax.Array:
+        """`[B, T, ...]` as `[count, B, part, ...]`; padding is zeros, a token at position 0."""
+        padded = jnp.pad(array, ((0, 0), (0, count * part - tokens), *((0, 0),) * (array.ndim - 2)))
+        return jnp.swapaxes(padded.reshape(batch, count, part, *array.shape[2:]), 0, 1)
+
+    if count == 1:
+        mixed = _weighted_values(q, keys, values, positions)
+    else:
+        by_part = lax.map(lambda one: _weighted_values(one[0], keys, values, one[1]), (parts(q), parts(positions)))
+        mixed = jnp.swapaxes(by_part, 0, 1).reshape(batch, count * part, heads, dim)[:, :tokens]
+    mixed = mixed * jax.nn.sigmoid(gate)
+    return matmul(mixed.reshape(batch, tokens, heads * dim), weights.out_proj)
+
+
+def query_block(batch: int, tokens: int) -> int:
+    """Tokens of each sequence whose scores are held at a time: 256 in all sequences, but at least 32 of each."""
+    return min(tokens, max(32, 256 // batch))
+
+
+def _weighted_values(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+    """softmax(q kᵀ / √head_dim) v over the keys at or before each position: `[B, T, heads, head_dim]`."""
+    batch, tokens, heads, dim = q.shape
+    at = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    visible = at[None, None, :] <= positions[:, :, None]  # [B, T, M]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(batch, tokens, keys.shape[2], groups, dim)
+    grouped = q.reshape(batch, tokens, keys.shape[2], heads // keys.shape[2], dim)
     scores = jnp.einsum("btkgd,bmkd->bkgtm", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
     share = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     mixed = jnp.einsum("bkgtm,bmkd->btkgd", share, values, precision=precision)
-    mixed = mixed.reshape(batch, tokens, heads, dim) * jax.nn.sigmoid(gate)
-    return matmul(mixed.reshape(batch, tokens, heads * dim), weights.out_proj)
+    return mixed.reshape(batch, tokens, heads, dim)
 
 
 def write_tokens(

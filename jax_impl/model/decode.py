@@ -25,7 +25,7 @@ import numpy as np
 
 from jax_impl.checks import Implementation
 from jax_impl.layout import AxisOrder, Problems, Storage
-from jax_impl.model import hybrid
+from jax_impl.model import attention, hybrid
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.drafters import CorruptedReplay, Drafter, PromptLookup
 from jax_impl.model.hybrid import ModelCache
@@ -185,17 +185,54 @@ def prefill_step(
     return state, first
 
 
-def cache_bytes(config: ModelConfig, dtype: str, *, max_requests: int, max_len: int, num_draft_tokens: int) -> int:
-    """Bytes of an engine's cache with one slot per request, and of the recurrent states that a step makes."""
+def cache_bytes(
+    config: ModelConfig,
+    dtype: str,
+    *,
+    max_requests: int,
+    max_len: int,
+    num_draft_tokens: int,
+    storage: Storage = "sliding",
+) -> int:
+    """Bytes of an engine beside its parameters: its cache with one slot per request, and the more of what a step and a
+    prefill of the longest prompts in all rows make on their way."""
     cache = jax.eval_shape(
         lambda: hybrid.allocate_model_cache(
             config, dtype, num_slots=max_requests, max_requests=max_requests, max_len=max_len,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=num_draft_tokens, storage=storage,
         )
     )  # fmt: skip
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
     recurrent = cache.hybrid.recurrent_state
-    return sum(sizes) + num_draft_tokens * recurrent.size * recurrent.dtype.itemsize
+    step_states_bytes = num_draft_tokens * recurrent.size * recurrent.dtype.itemsize
+    return sum(sizes) + max(step_states_bytes, prefill_bytes(config, dtype, max_requests=max_requests, max_len=max_len))
+
+
+def prefill_bytes(config: ModelConfig, dtype: str, *, max_requests: int, max_len: int) -> int:
+    """Bytes that a prefill of `max_requests` prompts of `max_len` tokens holds at a time, estimated from its shapes.
+
+    What the largest layer makes of every token, and the scores of one part of the attention: as they are, as
+    exponentials and as shares. A compiler that fuses well needs less, one that keeps copies somewhat more.
+    """
+    length, itemsize = _padded_length(max_len), jnp.dtype(dtype).itemsize
+    heads_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    key_heads_dim = config.linear_value_heads * config.linear_key_dim  # of q or k, repeated to the value heads
+    of_token = []
+    if config.num_linear_layers:  # projected, convolved; then in float32: the same, its heads by token, and o twice
+        projected = 3 * config.conv_dim + config.value_size
+        of_token.append(itemsize * projected)
+        of_token[-1] += 4 * (config.conv_dim + 4 * key_heads_dim + 4 * config.value_size)
+    if config.num_full_layers:  # projected, rotated in float32, mixed and gated
+        of_token.append(itemsize * (6 * heads_dim + 4 * kv_dim) + 4 * 2 * (heads_dim + kv_dim))
+    if config.moe is not None:  # of each of a token's experts: its row, gate and up, their product, what it adds twice
+        pairs = config.moe.experts_per_token
+        of_token.append(itemsize * pairs * (3 * config.hidden_size + 3 * config.moe.intermediate_size))
+    if len(config.moe_layers) < config.num_layers or config.moe is None:
+        of_token.append(itemsize * 3 * config.intermediate_size)
+    residual = 3 * itemsize * config.hidden_size
+    part = attention.query_block(max_requests, length)
+    scores = max_requests * config.num_heads * part * length * (4 + 4 + itemsize) if config.num_full_layers else 0
+    return max_requests * length * (max(of_token) + residual) + scores
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
