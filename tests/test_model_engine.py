@@ -215,7 +215,7 @@ def test_the_size_counts_the_prefill(model: Any, dtype: Any, requests: int, max_
     assert analysis is not None
     counted = prefill_bytes(config, dtype, max_requests=requests, max_len=max_len)
     assert counted / 3 < analysis.temp_size_in_bytes <= counted
-    sizes = {"max_requests": requests, "max_len": max_len, "num_draft_tokens": 4}
+    sizes: dict[str, Any] = {"max_requests": requests, "max_len": max_len, "num_draft_tokens": 4}
     assert cache_bytes(config, dtype, **sizes) == counted + sum(
         leaf.nbytes for leaf in jax.tree.leaves(made.state.cache)
     )
@@ -224,7 +224,7 @@ def test_the_size_counts_the_prefill(model: Any, dtype: Any, requests: int, max_
 @pytest.mark.parametrize("storage", ["sliding", "dense"])
 def test_the_size_counts_the_storage(model: Any, storage: Any) -> None:
     """And, where that is more than a prefill, the recurrent states of a step."""
-    sizes = {"max_requests": 2, "max_len": 64, "num_draft_tokens": 32}
+    sizes: dict[str, Any] = {"max_requests": 2, "max_len": 64, "num_draft_tokens": 32}
     cache = Engine(*model, storage=storage, **sizes).state.cache
     step_states_bytes = 32 * cache.hybrid.recurrent_state.nbytes
     largest = max(step_states_bytes, prefill_bytes(model[0], "float32", max_requests=2, max_len=64))
