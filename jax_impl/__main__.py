@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (the process's arguments by default), runs the subcommand and returns the exit code.
 
     What the library refuses is one line on stderr and exit code 2: a `ValueError` whose message begins with the name
-    of an argument, as all of the library's do. Any other `ValueError` is a bug and keeps its traceback.
+    of an argument, as all of the library's do. Any other `ValueError` is a bug and keeps its traceback. So is output
+    that cannot be written: an `OSError` without a file's name, which is that of a stream.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jax_impl", description="Exact conv-state rollback for speculative decoding, in JAX."
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(name).add_parser(subparsers)
     add_plan_parser(subparsers)
     args = parser.parse_args(argv)
+    if sys.stdout is None:
+        print("error: expected an open stdout, got a closed one.", file=sys.stderr)
+        return 2
     try:
         code = args.run(args)
         sys.stdout.flush()
@@ -53,8 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _discard_output()
+        print(f"error: expected output that can be written, got {error.strerror}.", file=sys.stderr)
+        return 2
+
+
+def _discard_output() -> None:
+    """Sends what stdout still holds nowhere, so that the interpreter does not fail on it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 PLAN_CAPTION = (

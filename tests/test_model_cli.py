@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import re
+import subprocess
 import sys
 from typing import Any
 
@@ -98,6 +99,16 @@ def test_a_batch_is_one_line_per_request(
     assert "100%" in err
 
 
+@pytest.mark.parametrize("name", ["\ud800", "é"])
+def test_an_id_of_any_text_is_printed(capsys: Any, checkpoint: pathlib.Path, tmp_path: Any, name: str) -> None:
+    """In ASCII, so that no encoding of stdout matters."""
+    path = tmp_path / "batch.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "id": name}))
+    out, _ = generate(capsys, checkpoint, "--batch", str(path), "--max-new-tokens", "2")
+    assert out.isascii()
+    assert json.loads(out)["id"] == name
+
+
 def test_statistics_go_to_stderr(capsys: Any, checkpoint: pathlib.Path) -> None:
     out, err = generate(capsys, checkpoint, "--prompt-ids", "1,2,3", "--max-new-tokens", "40", "--stats")
     assert out.split() == [str(token) for token in greedy()[0]]
@@ -138,6 +149,12 @@ def test_text_in_text_out(capsys: Any, tmp_path: pathlib.Path) -> None:
     assert "that can be encoded" in error_of(capsys, "--model", str(tmp_path), "--prompt", "\ud800")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert error_of(capsys, "--model", str(tmp_path), "--prompt", "x").startswith("error: tokenizer.json of ")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()  # read for text alone
+    assert error_of(capsys, "--model", str(tmp_path), "--prompt", "x") == (
+        f"error: tokenizer.json of {tmp_path}: Is a directory."
+    )
+    assert generate(capsys, tmp_path, "--prompt-ids", str(ids)[1:-1], "--max-new-tokens", "30")[0] == printed
 
 
 def test_a_stop_token_of_the_checkpoint_ends_a_request(capsys: Any, tmp_path: pathlib.Path) -> None:
@@ -153,6 +170,12 @@ def test_a_stop_token_of_the_checkpoint_ends_a_request(capsys: Any, tmp_path: pa
 
 def test_the_command_knows_every_option_of_the_library() -> None:
     assert (cli.IMPLEMENTATIONS, cli.DTYPES) == (checks.IMPLEMENTATIONS, weights.DTYPES)
+
+
+def test_the_help_promises_no_more_than_holds_in_bfloat16(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "in bfloat16 up to near ties" in " ".join(capsys.readouterr().out.split())
 
 
 def test_layouts_dtypes_and_the_tiny_model(capsys: Any) -> None:
@@ -181,10 +204,19 @@ def test_layouts_dtypes_and_the_tiny_model(capsys: Any) -> None:
             "--model tiny --prompt-ids 1 --max-len 4097",
             "`max_len`: expected 2 to the model's 4096 positions, got",
         ),
+        (
+            "--model tiny --prompt-ids 1 --max-new-tokens 1 --max-len 1",
+            "`max_len`: expected 2 to the model's 4096 positions, got 1.",
+        ),
         ("--model tiny --prompt-ids 1 --draft-tokens 65", "expected an integer from 1 to 64, got '65'."),
         ("--model tiny --prompt-ids 1 --implementation pallas", "`implementation`: expected an NVIDIA GPU"),
         ("--model tiny --prompt-ids 1 --out x", "argument --out: only with --measure."),
         ("--model tiny --measure", "argument --model: not allowed with --measure, which makes a model of its own."),
+        (
+            "--measure --draft-tokens 8 --dtype float32 --speculate none --requests 2",
+            "argument --speculate, --draft-tokens, --dtype: not allowed with --measure, which makes a model",
+        ),
+        (f"--model {'x' * 5000} --prompt-ids 1", '--model: expected a directory or "tiny", got xxx'),
         ("--model tiny --batch /nowhere", "--batch /nowhere: No such file or directory."),
     ],
 )
@@ -205,12 +237,38 @@ def test_bad_arguments_are_one_line(capsys: Any, arguments: str, message: str) -
         ('{"prompt_ids": []}', ', line 2: expected "prompt_ids" to be a list of at least one token, got'),
         ('{"prompt_ids": [1, true]}', ', line 2: expected "prompt_ids" to be a list of at least one token'),
         ('{"prompt_ids": [1], "max_new_tokens": []}', ', line 2: expected "max_new_tokens" to be an integer, got [].'),
+        ('{"prompt_ids": [1], "id": [NaN]}', ', line 2: expected "id" to be JSON, got NaN, an infinity or'),
+        ('{"prompt_ids": [1], "id": 1e999}', ', line 2: expected "id" to be JSON, got NaN, an infinity or'),
+        ('{"prompt_ids": [1], "max_tokens": 1}', ", line 2: expected only the fields prompt, prompt_ids, "
+         "max_new_tokens, id, got 'max_tokens'."),
     ],
 )  # fmt: skip
 def test_a_bad_line_of_a_batch_is_named(capsys: Any, tmp_path: pathlib.Path, line: str, message: str) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text("\n" + line)
     assert error_of(capsys, "--model", "tiny", "--batch", str(path)).startswith(f"error: --batch {path}{message}")
+
+
+def test_streams_that_are_closed_are_one_line(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it when the shell closes one
+    assert error_of(capsys, "--model", "tiny", "--batch", "-") == (
+        "error: --batch -: expected requests on stdin, which is closed."
+    )
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "--model", "tiny", "--prompt-ids", "1"]) == 2
+    assert capsys.readouterr().err == "error: expected an open stdout, got a closed one.\n"
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="there is no /dev/full to write to")
+@pytest.mark.parametrize("arguments", [["plan", "--csv"], ["generate", "--model", "tiny", "--prompt-ids", "1"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    """In a process of its own: what stdout still holds must not fail at exit either."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jax_impl", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    expected = "error: expected output that can be written, got No space left on device.\n"
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 def test_requests_of_a_batch_that_do_not_fit_are_named(capsys: Any, tmp_path: pathlib.Path) -> None:

@@ -110,6 +110,54 @@ def test_stop_tokens_of_both_files(checkpoint: pathlib.Path) -> None:
     assert load_config(checkpoint).stop_token_ids == (3, 9)
 
 
+def nested(outer: dict[str, Any], without: str = "") -> dict[str, Any]:
+    """A file with the text model under `text_config`, one field left out there, and fields beside it."""
+    return {"model_type": "qwen3_5", "text_config": {name: TINY[name] for name in TINY if name != without}, **outer}
+
+
+def test_what_a_nested_text_model_leaves_to_the_file_around_it() -> None:
+    assert parse_config(nested({"eos_token_id": 7})).stop_token_ids == (7,)
+    assert parse_config(nested({"tie_word_embeddings": True}, "tie_word_embeddings")).tied
+    assert not parse_config(nested({"tie_word_embeddings": True})).tied  # its own field counts
+    own = nested({"eos_token_id": 7})
+    own["text_config"]["eos_token_id"] = [8, 9]
+    assert parse_config(own).stop_token_ids == (8, 9)
+    assert parse_config(own, stop=3).stop_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ({"quantization_config": {"bits": 4}}, "quantization_config`: expected None, got {'bits': 4}."),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings`: expected true or false, got 'no'."),
+        ({"eos_token_id": "end"}, "eos_token_id`: expected a token or a list of tokens, got 'end'."),
+    ],
+)
+def test_what_is_wrong_around_a_nested_text_model(outer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_config(nested(outer, "tie_word_embeddings"))
+
+
+def test_which_layers_have_experts_is_chosen_in_qwen3_next_alone() -> None:
+    """In Qwen3.5 all layers have them and their weights are normalised, whatever the file says."""
+    raw = TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    raw |= {"shared_expert_intermediate_size": 4}
+    raw |= {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+    chosen = parse_config(raw | {"model_type": "qwen3_next"})
+    always = parse_config(raw | {"model_type": "qwen3_5_moe_text"})
+    assert chosen.moe is not None
+    assert always.moe is not None
+    assert (chosen.moe.normalize, chosen.moe_layers) == (False, (1, 3))
+    assert (always.moe.normalize, always.moe_layers) == (True, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match="num_experts`: expected an integer from 1 to 16777216, got 0"):
+        parse_config(raw | {"model_type": "qwen3_5_moe_text", "num_experts": 0})
+
+
+def test_of_two_rotary_objects_rope_scaling_counts() -> None:
+    config = parse_config(TINY | {"rope_scaling": {"type": "mrope", "rope_theta": 5e5, "partial_rotary_factor": 0.5}})
+    assert (config.rope_theta, config.rotary_dim) == (5e5, 8)
+
+
 def test_older_fields_and_defaults() -> None:
     """The published Qwen3-Next file has its rotary base at the top, and no list of layer types."""
     raw = {field: value for field, value in TINY.items() if field != "rope_parameters"}
@@ -190,8 +238,12 @@ def test_a_missing_shard_and_an_index_that_is_wrong(checkpoint: pathlib.Path) ->
     moved = next(file for file in content["weight_map"].values() if file != shard.name)
     edit(checkpoint, index.name, weight_map={**content["weight_map"], NORM: moved})
     assert refused(checkpoint).startswith(f"`{checkpoint / moved}`: expected tensor `{NORM}`, which {index.name} says")
-    edit(checkpoint, index.name, weight_map={**content["weight_map"], NORM: "../x.safetensors"})
-    assert refused(checkpoint).endswith("expected names of files beside it, got '../x.safetensors'.")
+    for outside in ("../x.safetensors", "..", ".", ""):
+        edit(checkpoint, index.name, weight_map={**content["weight_map"], NORM: outside})
+        assert refused(checkpoint).endswith(f"expected names of files beside it, got {outside!r}.")
+    for impossible in ("~" * 300, "~\0"):
+        edit(checkpoint, index.name, weight_map={**content["weight_map"], NORM: impossible})
+        assert refused(checkpoint).endswith(f"expected the shard that holds `{NORM}`, got no such file.")
     for wrong in ([], {}, {NORM: 3}, None):
         edit(checkpoint, index.name, weight_map=wrong)
         assert refused(checkpoint).startswith(f"`{index}`: expected an object weight_map")
@@ -222,6 +274,21 @@ def test_nothing_is_read_when_a_size_is_absurd(
     assert len(assembled) == 1  # for the shapes alone
 
 
+@pytest.mark.parametrize("count", [4, 2**24])
+def test_experts_that_are_not_there_are_not_listed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The first one is named before the names and shapes of all, which may be millions, are made up."""
+    more: dict[str, Any] = {"model_type": "qwen3_5_moe_text", "num_experts": 2, "num_experts_per_tok": 1}
+    more |= {"moe_intermediate_size": 4, "shared_expert_intermediate_size": 4}
+    write_tiny_checkpoint(tmp_path, **SMALL, **more)
+    edit(tmp_path, num_experts=count)
+    if count > 4:
+        monkeypatch.setattr(weights, "tensor_shapes", None)
+    name = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    assert f"`{tmp_path}/model.safetensors`: expected tensor `{name}`, got none." in refused(tmp_path)
+
+
 # ---- broken configurations -------------------------------------------------------------------------------------------
 
 
@@ -246,6 +313,8 @@ def test_nothing_is_read_when_a_size_is_absurd(
         ({"linear_num_key_heads": 3}, "linear_num_key_heads`: expected a divisor of linear_num_value_heads = 4,"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim`: expected at least 2, got 1."),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters`: expected rope_type \"default\", got 'yarn'."),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling`: expected rope_type \"default\", got 'yarn'."),
+        ({"rope_scaling": 3}, "rope_scaling`: expected an object, got 3."),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta`: expected a positive number, got -1.0."),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor`: expected at most 1, got 1.5."),
         ({"rope_parameters": 3}, "rope_parameters`: expected an object, got 3."),
@@ -264,6 +333,13 @@ def test_nothing_is_read_when_a_size_is_absurd(
 def test_a_broken_configuration_is_named_by_field(checkpoint: pathlib.Path, fields: Any, message: str) -> None:
     edit(checkpoint, **fields)
     assert f"{checkpoint}/config.json: {message}" in refused(checkpoint)
+
+
+def test_a_broken_stop_token_is_named_by_its_file(checkpoint: pathlib.Path) -> None:
+    edit(checkpoint, "generation_config.json", eos_token_id="end")
+    assert refused(checkpoint) == (
+        f"`{checkpoint}/generation_config.json: eos_token_id`: expected a token or a list of tokens, got 'end'."
+    )
 
 
 def test_all_problems_of_a_configuration_in_one_message(checkpoint: pathlib.Path) -> None:

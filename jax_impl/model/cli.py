@@ -7,6 +7,7 @@ progress and statistics go to stderr.
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -22,6 +23,7 @@ DTYPES = ("float32", "bfloat16")
 MAX_CACHE_BYTES = 64 * 2**30  # so that a slip of a digit does not take the machine down
 MAX_BATCH_BYTES = 256 * 2**20
 LEN_MULTIPLE = 64
+BATCH_FIELDS = ("prompt", "prompt_ids", "max_new_tokens", "id")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -29,9 +31,11 @@ def add_parser(subparsers: Any) -> None:
     """Registers `generate`."""
     parser = subparsers.add_parser(
         "generate",
-        help="decode a Qwen3.5 or Qwen3-Next checkpoint speculatively, with the tokens of greedy decoding",
+        help="decode a Qwen3.5 or Qwen3-Next checkpoint speculatively, with the tokens of greedy decoding "
+        "(in bfloat16 up to near ties)",
         description="Greedy decoding of a hybrid model's checkpoint. Drafts looked up in the text so far are verified "
-        "several at a time; the tokens are those of plain greedy decoding.",
+        "several at a time; in float32 the tokens are those of plain greedy decoding, and in bfloat16 up to near ties, "
+        "which a program of another shape may decide differently.",
     )
     option = parser.add_argument
     option("--model", metavar="DIR", help='directory of config.json and safetensors files, or "tiny": a random one')
@@ -86,8 +90,14 @@ class Job:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns the exit code."""
     if args.measure:
-        if args.model:
-            args.parser.error("argument --model: not allowed with --measure, which makes a model of its own.")
+        used = ("measure", "requests", "out")
+        unused = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
+        unused = [f"--{name.replace('_', '-')}" for name in unused if name not in used]
+        if unused:
+            args.parser.error(
+                f"argument {', '.join(unused)}: not allowed with --measure, which makes a model of its own. "
+                "It takes --requests and --out."
+            )
         from jax_impl.model import measure
 
         return measure.run(args.requests, args.out)
@@ -120,7 +130,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, "_Tokenizer"]:
         directory = pathlib.Path(args.model)
         if args.model == "tiny":
             directory = write_tiny_checkpoint(pathlib.Path(temporary))
-        elif not directory.is_dir():
+        elif not os.path.isdir(directory):  # also of a name that no directory can have
             raise CliError(f'--model: expected a directory or "tiny", got {args.model}.')
         return (*load_model(directory, args.dtype), _Tokenizer(directory / "tokenizer.json", args.model))
 
@@ -139,11 +149,11 @@ def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequen
     from jax_impl.model.drafters import NoDrafts, PromptLookup
 
     needed = max((len(job.prompt_ids) + job.max_new_tokens for job in jobs), default=1)
-    max_len = args.max_len or min(-(-needed // LEN_MULTIPLE) * LEN_MULTIPLE, config.max_positions)
+    max_len = args.max_len or max(2, min(-(-needed // LEN_MULTIPLE) * LEN_MULTIPLE, config.max_positions))
     speculates = args.speculate == "lookup"
     sizes = {
         "max_requests": max(1, min(args.requests, len(jobs))),
-        "max_len": max(2, max_len),
+        "max_len": max_len,
         "num_draft_tokens": args.draft_tokens if speculates else 1,
     }
     num_bytes = cache_bytes(config, str(parameters.embedding.dtype), **sizes)
@@ -172,16 +182,19 @@ class _Tokenizer:
     """The checkpoint's tokenizer.json, read when text is first asked for."""
 
     def __init__(self, path: pathlib.Path, model: str) -> None:
-        self._model, self._loaded = model, None
-        self._content = path.read_bytes() if path.exists() else None  # the tiny checkpoint is gone by then
+        self._path, self._model, self._loaded = path, model, None
 
     def _tokenizer(self) -> Any:
         if self._loaded is None:
-            if self._content is None:
+            try:
+                content = self._path.read_bytes()
+            except FileNotFoundError:  # so is the tiny checkpoint's, which is gone by now and has none
                 raise CliError(
                     f"text needs a tokenizer.json in the checkpoint, which {self._model} does not have. "
                     "Give token ids instead: --prompt-ids."
-                )
+                ) from None
+            except OSError as error:
+                raise CliError(f"tokenizer.json of {self._model}: {error.strerror}.") from None
             try:
                 from tokenizers import Tokenizer
             except ImportError:
@@ -190,7 +203,7 @@ class _Tokenizer:
                     "Or give token ids: --prompt-ids."
                 ) from None
             try:
-                self._loaded = Tokenizer.from_buffer(self._content)
+                self._loaded = Tokenizer.from_buffer(content)
             except Exception as error:  # the package raises plain Exception
                 raise CliError(f"tokenizer.json of {self._model}: {error}.") from None
         return self._loaded
@@ -224,6 +237,8 @@ def read_batch(file: str) -> list[tuple[int, dict[str, Any]]]:
     Raises:
       CliError: the file cannot be read, or a line is not a request; the message names the line.
     """
+    if file == "-" and sys.stdin is None:
+        raise CliError("--batch -: expected requests on stdin, which is closed.")
     try:
         with sys.stdin.buffer if file == "-" else open(file, "rb") as opened:
             content = opened.read(MAX_BATCH_BYTES + 1)
@@ -252,6 +267,9 @@ def _wrong_request(request: Any) -> str | None:
     """What is wrong with one line of a batch, or None."""
     if not isinstance(request, dict):
         return f"expected an object, got {type(request).__name__}."
+    unknown = [field for field in request if field not in BATCH_FIELDS]
+    if unknown:
+        return f"expected only the fields {', '.join(BATCH_FIELDS)}, got {', '.join(map(repr, unknown))[:80]}."
     if ("prompt" in request) == ("prompt_ids" in request):
         return 'expected "prompt" or "prompt_ids", got ' + ("both." if "prompt" in request else "neither.")
     is_int = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
@@ -262,6 +280,10 @@ def _wrong_request(request: Any) -> str | None:
         return 'expected "prompt_ids" to be a list of at least one token, got something else.'
     if not is_int(request.get("max_new_tokens", 1)):
         return f'expected "max_new_tokens" to be an integer, got {request["max_new_tokens"]!r}.'
+    try:
+        json.dumps(request.get("id"), allow_nan=False)
+    except (ValueError, RecursionError):
+        return 'expected "id" to be JSON, got NaN, an infinity or too deep a nesting.'
     return None
 
 
@@ -298,7 +320,7 @@ def _stream_batch(engine: Any, jobs: Sequence[Job], tokenizer: _Tokenizer) -> No
             line = {"id": job.name, "tokens": request.tokens, "finish_reason": request.finish_reason}
             if job.as_text:
                 line["text"] = tokenizer.decode(request.tokens)
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(json.dumps(line), flush=True)  # ASCII, which any stdout can encode
 
 
 def _progress(total: int) -> Any:

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen3_next": (True, True),
 }
 NESTED = ("qwen3_5", "qwen3_5_moe")  # multimodal files: the text model is under `text_config`
+OUTER = ("eos_token_id", "quantization_config", "tie_word_embeddings")  # beside it, where it does not have them
 DEFAULT_FULL_ATTENTION_INTERVAL = 4
 MAX_FILE_BYTES = 16 * 2**20  # of a JSON file, far above any real one
 MAX_SIZE = 2**24  # of any one dimension, so that a broken file cannot ask for an absurd shape
@@ -124,7 +125,7 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     raw = read_json(path)
     generation = path.with_name("generation_config.json")
     stop = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(raw, str(path), stop)
+    return parse_config(raw, str(path), stop, str(generation))
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -149,8 +150,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def parse_config(raw: dict[str, Any], name: str = "config.json", stop: Any = None) -> ModelConfig:
-    """A `ModelConfig` from the content of `config.json`; `name` is the file in messages, `stop` overrides its eos."""
+def parse_config(
+    raw: dict[str, Any], name: str = "config.json", stop: Any = None, stop_name: str = "generation_config.json"
+) -> ModelConfig:
+    """A `ModelConfig` from the content of `config.json`, which messages call `name`.
+
+    `stop`, from the file that messages call `stop_name`, overrides its eos_token_id.
+    """
     model_type = raw.get("model_type")
     text, nested = raw, isinstance(model_type, str) and model_type in NESTED
     problems = Problems()
@@ -164,14 +170,15 @@ def parse_config(raw: dict[str, Any], name: str = "config.json", stop: Any = Non
             problems.raise_if_any()
     assert isinstance(model_type, str) and isinstance(text, dict)
     grouped, may_be_moe = ARCHITECTURES[model_type]
-    fields = _Fields(text, name, problems)
+    outer = {field: raw[field] for field in OUTER if text.get(field) is None and raw.get(field) is not None}
+    fields = _Fields(text | outer, name, problems)
     layer_types = _layer_types(fields)
     theta, fraction = _rope(fields)
     head_dim = fields.size("head_dim")
     rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2:
         problems.add(f"{name}: partial_rotary_factor", "an even number of rotated channels", rotary_dim)
-    moe, moe_layers = _moe(fields, len(layer_types)) if may_be_moe else (None, ())
+    moe, moe_layers = _moe(fields, len(layer_types), model_type == "qwen3_next") if may_be_moe else (None, ())
     config = ModelConfig(
         model_type=model_type,
         vocab_size=fields.size("vocab_size"),
@@ -191,11 +198,13 @@ def parse_config(raw: dict[str, Any], name: str = "config.json", stop: Any = Non
         width=fields.size("linear_conv_kernel_dim"),
         max_positions=fields.size("max_position_embeddings", high=2**31 - 1),
         grouped=grouped,
-        tied=fields.flag("tie_word_embeddings", bool(raw.get("tie_word_embeddings", False))),
+        tied=fields.flag("tie_word_embeddings", False),
         moe=moe,
         moe_layers=moe_layers,
         dtype=text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype"),
-        stop_token_ids=_stop_tokens(fields, stop if stop is not None else text.get("eos_token_id")),
+        stop_token_ids=_stop_tokens(fields, fields.values.get("eos_token_id"))
+        if stop is None
+        else _stop_tokens(dataclasses.replace(fields, file=stop_name), stop),
     )
     _check_together(config, fields)
     problems.raise_if_any()
@@ -257,17 +266,19 @@ def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
 
 
 def _rope(fields: _Fields) -> tuple[float, float]:
-    """Base and rotated share of the rotary embedding, from `rope_parameters` or the older top-level fields.
+    """Base and rotated share of the rotary embedding, from its object or the older top-level fields.
 
-    A multimodal rotary embedding gives every axis the same position in text, so its sections do not matter here.
+    Of two objects `rope_scaling` counts, as in transformers. A multimodal rotary embedding gives every axis the same
+    position in text, so its sections do not matter here.
     """
-    given = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    field = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    given = fields.values.get(field) or {}
     if not isinstance(given, dict):
-        fields.add("rope_parameters", "an object", _shown(given))
+        fields.add(field, "an object", _shown(given))
         given = {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "mrope"):
-        fields.add("rope_parameters", 'rope_type "default"', _shown(kind), "Scaled positions are not implemented.")
+        fields.add(field, 'rope_type "default"', _shown(kind), "Scaled positions are not implemented.")
     inner = _Fields({**fields.values, **given}, fields.file, fields.problems)
     fraction = inner.number("partial_rotary_factor", 0.25)
     if fraction > 1:
@@ -276,22 +287,26 @@ def _rope(fields: _Fields) -> tuple[float, float]:
     return inner.number("rope_theta", 10_000.0), fraction
 
 
-def _moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig | None, tuple[int, ...]]:
-    """Sizes of the experts and the layers that have them."""
-    if fields.size("num_experts", low=0) == 0:
+def _moe(fields: _Fields, num_layers: int, optional: bool) -> tuple[MoeConfig | None, tuple[int, ...]]:
+    """Sizes of the experts and the layers that have them.
+
+    Where experts are not `optional`, as in Qwen3.5, every layer has them and their weights are normalised, whatever the
+    fields say that choose it in Qwen3-Next.
+    """
+    if optional and fields.size("num_experts", low=0) == 0:
         return None, ()
-    dense = fields.values.get("mlp_only_layers") or []
+    dense = (fields.values.get("mlp_only_layers") or []) if optional else []
     if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
         fields.add("mlp_only_layers", "a list of layer numbers", _shown(dense))
         dense = []
-    step = fields.size("decoder_sparse_step", 1)
+    step = fields.size("decoder_sparse_step", 1) if optional else 1
     layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
     moe = MoeConfig(
         num_experts=fields.size("num_experts"),
         experts_per_token=fields.size("num_experts_per_tok"),
         intermediate_size=fields.size("moe_intermediate_size"),
         shared_intermediate_size=fields.size("shared_expert_intermediate_size"),
-        normalize=fields.flag("norm_topk_prob", True),
+        normalize=fields.flag("norm_topk_prob", True) if optional else True,
     )
     if moe.experts_per_token > moe.num_experts:
         fields.add("num_experts_per_tok", f"at most num_experts = {moe.num_experts}", moe.experts_per_token)

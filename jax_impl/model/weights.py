@@ -246,6 +246,8 @@ def load_model(directory: str | os.PathLike[str], dtype: Dtype | None = None) ->
     prefix = "model.language_model." if "model.language_model.embed_tokens.weight" in found else "model."
     stored = lambda name: name.replace("model.", prefix, 1) if name.startswith("model.") else name  # noqa: E731
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in found)
+    if not fused:
+        _check_count(directory, config, found, stored)
     wanted = {stored(name): shape for name, shape in tensor_shapes(config, fused_experts=fused).items()}
     _check_tensors(directory, found, wanted)
     with contextlib.ExitStack() as stack:
@@ -273,9 +275,9 @@ def _find_tensors(directory: pathlib.Path) -> dict[str, _Found]:
         raise ValueError(f"`{index}`: expected an object weight_map of tensor and file names, got another content.")
     found: dict[str, _Found] = {}
     for shard in sorted(set(shard_of.values())):
-        if pathlib.PurePath(shard).name != shard:
+        if shard in ("", "..") or pathlib.PurePath(shard).name != shard:
             raise ValueError(f"`{index}`: expected names of files beside it, got {shard!r}.")
-        if not (directory / shard).exists():
+        if not os.path.exists(directory / shard):  # also of a name that no file can have
             first = next(name for name, file in shard_of.items() if file == shard)
             raise ValueError(f"`{directory / shard}`: expected the shard that holds `{first}`, got no such file.")
         found.update(item for item in _header(directory / shard) if shard_of.get(item[0]) == shard)
@@ -321,13 +323,37 @@ def _why_unreadable(file: pathlib.Path, error: Exception) -> str:
     return str(error)
 
 
+def _check_count(
+    directory: pathlib.Path, config: ModelConfig, found: dict[str, _Found], stored: Callable[[str], str]
+) -> None:
+    """Raises for experts that cannot all be there, before as many names are listed as the configuration asks for.
+
+    Among more names than there are tensors one is missing, and it is met after at most as many as there are.
+    """
+    experts = config.moe.num_experts if config.moe is not None else 0
+    if 3 * experts * len(config.moe_layers) <= len(found):
+        return
+    names = (
+        stored(f"model.layers.{layer}.mlp.experts.{one}.{part}_proj.weight")
+        for layer in config.moe_layers
+        for one in range(experts)
+        for part in ("gate", "up", "down")
+    )
+    raise ValueError(_missing(directory, next(name for name in names if name not in found)))
+
+
+def _missing(directory: pathlib.Path, name: str) -> str:
+    """The message for a tensor that no file has."""
+    file = directory / "model.safetensors"
+    return f"`{file if file.exists() else f'{file}.index.json'}`: expected tensor `{name}`, got none."
+
+
 def _check_tensors(directory: pathlib.Path, found: dict[str, _Found], wanted: dict[str, tuple[int, ...]]) -> None:
     """Raises unless every wanted tensor is there with its shape and a dtype that can be read."""
     messages = []
     for name, shape in wanted.items():
         if name not in found:
-            file = directory / "model.safetensors"
-            messages.append(f"`{file if file.exists() else f'{file}.index.json'}`: expected tensor `{name}`, got none.")
+            messages.append(_missing(directory, name))
             continue
         file, got, dtype = found[name]
         if got != shape:
