@@ -284,7 +284,9 @@ def test_requests_of_a_batch_that_do_not_fit_are_named(capsys: Any, tmp_path: pa
 def test_a_cache_too_large_is_refused_before_it_is_allocated(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "MAX_CACHE_BYTES", 10**6)
     message = error_of(capsys, "--model", "tiny", "--prompt-ids", "1", "--max-len", "4096")
-    assert re.search(r"cache of at most 1,000,000 bytes, got [\d,]+ bytes for 1 requests of 4096 tokens", message)
+    assert re.search(
+        r"cache and prefill of at most 1,000,000 bytes, got [\d,]+ bytes for 1 requests of 4096 tokens", message
+    )
 
 
 @pytest.mark.parametrize(("package", "arguments"), [("safetensors", ()), ("rich", ("--stats",))])

@@ -556,7 +556,8 @@ def test_a_wide_convolution_prefills_in_the_plain_form() -> None:
     x, weight = jnp.zeros((1, 17, 128), jnp.bfloat16), jnp.zeros((128, 12), jnp.bfloat16)
     arguments = (x, jnp.zeros(spec.state_shape, jnp.bfloat16), weight)
     with pytest.raises(
-        ValueError, match=r"`implementation`: expected a width of at most 9 .* got width 12 and 17 tokens"
+        ValueError,
+        match=r"`implementation`: expected a prompt that .* each with the K-1 = 11 tokens before it .* got 17 tokens",
     ):
         causal_conv1d_prefill(*arguments, spec=spec, state_indices=[1], layer=0, implementation="pallas_interpret")
     y, _ = causal_conv1d_prefill(*arguments, spec=spec, state_indices=[1], layer=0)

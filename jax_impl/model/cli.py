@@ -156,11 +156,11 @@ def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequen
         "max_len": max_len,
         "num_draft_tokens": args.draft_tokens if speculates else 1,
     }
-    num_bytes = cache_bytes(config, str(parameters.embedding.dtype), **sizes)
+    num_bytes = cache_bytes(config, str(parameters.embedding.dtype), storage=args.storage, **sizes)
     if num_bytes > MAX_CACHE_BYTES:
         raise CliError(
-            f"--requests, --max-len, --draft-tokens: expected a cache of at most {MAX_CACHE_BYTES:,} bytes, got "
-            f"{num_bytes:,} bytes for {sizes['max_requests']} requests of {sizes['max_len']} tokens."
+            f"--requests, --max-len, --draft-tokens: expected cache and prefill of at most {MAX_CACHE_BYTES:,} bytes, "
+            f"got {num_bytes:,} bytes for {sizes['max_requests']} requests of {sizes['max_len']} tokens."
         )
     engine = Engine(
         config, parameters, drafter=PromptLookup() if speculates else NoDrafts(), axis_order=args.axis_order,
