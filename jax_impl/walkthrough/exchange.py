@@ -53,10 +53,14 @@ def exchange_table() -> Table | Markdown:
         there = torch.from_dlpack(array)
         back = jnp.from_dlpack(there)
         same = bool((array == back).all()) and str(there.dtype) == f"torch.{dtype}"
-        rows.append((f"JAX → torch → JAX, {dtype}", _yes(same), _yes(shares_memory(back, there))))
-    turned = _tensor(3, ELEMENTS).T
+        shared = shares_memory(array, there) and shares_memory(back, there)
+        rows.append((f"JAX → torch → JAX, {dtype}", _yes(same), _yes(shared)))
+    turned = _tensor(3, ELEMENTS)
+    turned += torch.arange(3 * ELEMENTS, device=turned.device).reshape(3, ELEMENTS)
+    turned = turned.T
     taken = jnp.from_dlpack(turned)
-    rows.append(("torch → JAX, transposed", _yes(taken.shape == turned.shape), _yes(shares_memory(taken, turned))))
+    same = str(turned.dtype) == f"torch.{taken.dtype}" and np.asarray(taken).tolist() == turned.tolist()
+    rows.append(("torch → JAX, transposed", _yes(same), _yes(shares_memory(taken, turned))))
     return Table(("exchange", "same values and dtype", "same memory"), rows)
 
 
