@@ -89,7 +89,7 @@ def test_verify_and_commit_in_an_envelope(axis_order: Any, implementation: Any) 
 
 
 def test_a_donated_envelope_is_updated_where_it_is() -> None:
-    spec = spec_of(dtype="float32")
+    spec = spec_of(dtype="float32", num_slots=301)
     flat = jnp.zeros((spec.num_slots, 5 * 3 * 128))
     one = envelope_spec(spec, flat.shape[1])
 
