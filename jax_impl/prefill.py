@@ -12,6 +12,7 @@ slot's channels is also the one that writes them, so no other can see them half 
 Source: the prefill step of causal-conv1d's varlen form, restated for a pool of slots.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -136,7 +137,8 @@ def _prefill_xla(
         else lax.optimization_barrier(take_state(call, conv_state, continues))  # read it before the pool is written
     )
     is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
-    call = without_invalid(call, is_valid)
+    # x may be made from the pool, so it is made before the pool is written.
+    call = without_invalid(dataclasses.replace(call, x=lax.optimization_barrier(call.x)), is_valid)
     taps, bias = layer_weight(call)
     fresh = round_to_state(call.x, spec)
     window = [_delayed(fresh, state, spec.width - 1 - tap) for tap in range(spec.width)]

@@ -255,7 +255,7 @@ def calls(spec: ConvCacheSpec, mesh: Any, form: Any) -> Iterator[tuple[str, Call
         (pool, windows, ints, ints, ints),
     )
 
-    recurrent = array((2, 32, 8, 8, 16), "float32", specs.recurrent_state)
+    recurrent = array((2, spec.num_slots, 8, 8, 16), "float32", specs.recurrent_state)
     steps = array((2, 16, TOKENS, 8, 8, 16), "float32", specs.step_states)
 
     def roll_back(pools: Any, windows: Any, steps: Any, slots: Any, accepted: Any) -> Any:

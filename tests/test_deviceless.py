@@ -435,7 +435,8 @@ def test_on_many_gpus_no_operation_communicates(
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     devices = np.asarray(devices_of(topology)).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
-    spec = mesh_cases.SPECS[sizes[1] % 2]  # one of each axis order
+    one = mesh_cases.SPECS[sizes[1] % 2]  # one of each axis order
+    spec = dataclasses.replace(one, num_slots=5 * one.num_slots)  # no batch is as large as a rank's pool
     with jax.set_mesh(mesh):
         for name, function, arguments in mesh_cases.calls(spec, mesh, implementation):
             donated = () if name == "gather" else (0,)
