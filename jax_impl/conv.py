@@ -620,27 +620,30 @@ def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -
     return 2 if two else 1
 
 
-def _launch_conv(
+def prepare_launch(
     call: Call,
-    columns_out: jax.Array,
-    extra_inputs: dict[str, jax.Array],
     *,
+    tokens: int,
     advance: bool,
     interpret: bool,
-    thread_bytes: int,
-) -> tuple[jax.Array, jax.Array]:
+    thread_bytes: int = THREAD_BYTES,
+    pair_requests: bool = True,
+) -> tuple[dict[str, jax.Array], Plan]:
+    """What every convolution kernel reads besides pool and buffer, and what is static about its launch.
+
+    `tokens` are those of one grid point; with `pair_requests` it may take two requests.
+    """
     from jax_impl import pallas_backend
 
-    spec, (batch, tokens, dim) = call.spec, call.x.shape
-    if batch == 0 or (spec.max_requests == 0 and not advance):
-        return jnp.zeros(call.x.shape, call.x.dtype), columns_out
+    spec, (batch, _, dim) = call.spec, call.x.shape
     item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
     block, vector = pallas_backend.block_of(dim, item_bytes, thread_bytes)
-    inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps, **extra_inputs}
+    inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps}
     if call.weight.bias is not None:
         inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
         inputs["layer_in"] = call.layer.reshape(1)
+    columns = spec.width - 1 + tokens
     plan = Plan(
         spec=spec,
         tokens=tokens,
@@ -650,12 +653,28 @@ def _launch_conv(
         stacked=call.stacked,
         stacked_weight=call.weight.taps.ndim == 3,
         advance=advance,
-        requests=requests_per_block(batch, dim // block, spec.width - 1 + tokens, spec.axis_order),
+        requests=requests_per_block(batch, dim // block, columns, spec.axis_order) if pair_requests else 1,
         block=block,
         vector=vector,
         interpret=interpret,
     )
-    return _run_conv(inputs, columns_out, plan=plan)
+    return inputs, plan
+
+
+def _launch_conv(
+    call: Call,
+    columns_out: jax.Array,
+    extra_inputs: dict[str, jax.Array],
+    *,
+    advance: bool,
+    interpret: bool,
+    thread_bytes: int,
+) -> tuple[jax.Array, jax.Array]:
+    spec, (batch, tokens, _) = call.spec, call.x.shape
+    if batch == 0 or (spec.max_requests == 0 and not advance):
+        return jnp.zeros(call.x.shape, call.x.dtype), columns_out
+    inputs, plan = prepare_launch(call, tokens=tokens, advance=advance, interpret=interpret, thread_bytes=thread_bytes)
+    return _run_conv(inputs | extra_inputs, columns_out, plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

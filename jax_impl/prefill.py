@@ -35,6 +35,7 @@ from jax_impl.conv import (
     live_requests,
     load_state,
     no_bias,
+    prepare_launch,
     put_state,
     round_to_state,
     size_or_b,
@@ -46,8 +47,6 @@ from jax_impl.conv import (
 from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 
-# Bytes of one thread per token: as in verify, enough threads count for more than wide accesses.
-THREAD_BYTES = 4
 # Tokens of one chunk: each chunk reads K-1 tokens more, and each token takes a register per 4 bytes of a thread.
 CHUNK = 16
 
@@ -117,7 +116,7 @@ def causal_conv1d_prefill(
     problems.raise_if_any()
     assert call is not None
     chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
-    if chosen == "xla" or (implementation is None and chunks_of(shape[1], spec.width) is None):
+    if chosen == "xla" or (implementation is None and _launchable_chunk(shape[1], spec.width) is None):
         return _prefill_xla(call, conv_state, length, carried)
     return _prefill_pallas(call, conv_state, length, carried, interpret=chosen != "pallas")
 
@@ -190,14 +189,12 @@ def chunk_of(tokens: int, width: int) -> int | None:
     return chunk if min(chunk, tokens - chunk) >= width - 1 else None
 
 
-def chunks_of(tokens: int, width: int) -> tuple[int, int] | None:
-    """How many chunks the kernel cuts a prompt into and how many tokens each has; None where it cannot."""
+def _launchable_chunk(tokens: int, width: int) -> int | None:
+    """`chunk_of`, or None also where a launch cannot have so many chunks."""
     from jax_impl.pallas_backend import MAX_GRID
 
     chunk = chunk_of(tokens, width)
-    if chunk is None or -(-tokens // chunk) > MAX_GRID:
-        return None
-    return -(-tokens // chunk), chunk
+    return None if chunk is None or -(-tokens // chunk) > MAX_GRID else chunk
 
 
 def _prefill_kernel(
@@ -323,42 +320,21 @@ def _prefill_pallas(
     """Launches prefill over requests × chunks × channel blocks, in place on the pool."""
     from jax_impl import pallas_backend
 
-    spec, (batch, tokens, dim) = call.spec, call.x.shape
-    cut = chunks_of(tokens, spec.width)
-    if cut is None:
+    spec, (batch, tokens, _) = call.spec, call.x.shape
+    chunk = _launchable_chunk(tokens, spec.width)
+    if chunk is None:
         raise ValueError(
             "`implementation`: expected a prompt that the prefill kernel can cut into at most "
             f"{pallas_backend.MAX_GRID} chunks of up to {CHUNK} tokens, each with the K-1 = {spec.width - 1} tokens "
             f'before it in the prompt, got {tokens} tokens. Use "xla", or None to fall back to it.'
         )
-    _, chunk = cut
     if batch == 0:
         return jnp.zeros(call.x.shape, call.x.dtype), conv_state
-    item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
-    block, vector = pallas_backend.block_of(dim, item_bytes, THREAD_BYTES)
-    inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps}
-    if call.weight.bias is not None:
-        inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
-    if call.layer is not None:
-        inputs["layer_in"] = call.layer.reshape(1)
+    inputs, plan = prepare_launch(call, tokens=chunk, advance=True, interpret=interpret, pair_requests=False)
     if lengths is not None:
         inputs["lengths_in"] = lengths
     if carried is not None:
         inputs["continues_in"] = carried.astype(jnp.int32)
-    plan = Plan(
-        spec=spec,
-        tokens=chunk,
-        y_dtype=call.x.dtype,
-        null_slot=call.null_slot,
-        activation=call.activation,
-        stacked=call.stacked,
-        stacked_weight=call.weight.taps.ndim == 3,
-        advance=True,
-        requests=1,
-        block=block,
-        vector=vector,
-        interpret=interpret,
-    )
     return _run_prefill(inputs, conv_state, plan=plan)
 
 

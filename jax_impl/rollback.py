@@ -344,7 +344,10 @@ def accepted_from_index(accept_index: Any) -> jax.Array:
       >>> accepted_from_index(jnp.array([[0, 1, 2, -1], [4, -1, -1, -1], [-1, -1, -1, -1]])).tolist()
       [3, 1, 0]
     """
-    array = _integers("accept_index", accept_index, 2, "request, token = (B, D)")
+    problems = Problems()
+    array = _integers(problems, "accept_index", accept_index, 2, "request, token = (B, D)")
+    problems.raise_if_any()
+    assert array is not None
     return jnp.cumprod(jnp.asarray(array >= 0), axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
@@ -369,7 +372,7 @@ def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: 
       [2, 1, 0, 0]
     """
     problems = Problems()
-    lengths = _integers("seq_lens", seq_lens, 1, "request = (B,)", problems)
+    lengths = _integers(problems, "seq_lens", seq_lens, 1, "request = (B,)")
     batch = None if lengths is None else lengths.shape[0]
     accepted = checks.index_array(problems, "num_accepted_tokens", num_accepted_tokens, batch)
     if isinstance(interval, bool) or not isinstance(interval, int | np.integer) or not 1 <= interval < 2**31:
@@ -388,22 +391,18 @@ def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: 
     return jnp.where(counted & (grown >= jnp.uint32(interval)), accepted - beyond, 0)
 
 
-def _integers(name: str, value: Any, ndim: int, axes: str, problems: Problems | None = None) -> Any:
+def _integers(problems: Problems, name: str, value: Any, ndim: int, axes: str) -> Any:
     """`value` as a signed integer array where it is, host integers in their own width; None with a problem recorded."""
-    own = Problems() if problems is None else problems
-    before = len(own.messages)
+    before = len(problems.messages)
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except ValueError:
-        own.add(name, axes, "a ragged list")
-        own.raise_if_any()
+        problems.add(name, axes, "a ragged list")
         return None
     if array.size == 0 and not hasattr(value, "dtype"):
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        own.add(name, "an array of signed integers", dtype_name(array.dtype))
+        problems.add(name, "an array of signed integers", dtype_name(array.dtype))
     if array.ndim != ndim:
-        own.add(name, axes, tuple(array.shape))
-    if problems is None:
-        own.raise_if_any()
-    return array if len(own.messages) == before else None
+        problems.add(name, axes, tuple(array.shape))
+    return array if len(problems.messages) == before else None
