@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         prepare_conv_weight,
     )
     from jax_impl.envelope import envelope_slots, envelope_spec
+    from jax_impl.history import path_to_node
     from jax_impl.layout import ConvCacheSpec, use_storage
     from jax_impl.prefill import causal_conv1d_prefill
     from jax_impl.rollback import (
@@ -58,6 +59,7 @@ __all__ = [
     "gather_windows",
     "localize_slots",
     "partition_specs",
+    "path_to_node",
     "prepare_conv_weight",
     "reset_conv_state",
     "shard_conv_weights",
@@ -89,6 +91,7 @@ _MODULE_OF = {
     "gather_windows": "windows",
     "localize_slots": "sharding",
     "partition_specs": "sharding",
+    "path_to_node": "history",
     "prepare_conv_weight": "conv",
     "reset_conv_state": "cache",
     "shard_conv_weights": "sharding",

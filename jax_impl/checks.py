@@ -19,19 +19,22 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpre
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
-def index_array(problems: Problems, name: str, value: Any, batch: int | None) -> jax.Array | None:
+def index_array(
+    problems: Problems, name: str, value: Any, batch: int | None, tokens: int | Literal["D"] | None = None
+) -> jax.Array | None:
     """`value` as an int32 array `[batch]`, saturated; records a problem and returns None when it cannot be one.
 
     Wider integers saturate instead of wrapping: 2^32 + 3 becomes 2^31 - 1, which every operation skips, and never 3.
-    `batch` None accepts any length.
+    `batch` None accepts any length. With `tokens` the array is `[batch, tokens]`; "D" accepts any number of them.
     """
     array = _as_array(value)
     if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
         got = "a ragged or mixed list" if array is None else dtype_name(array.dtype)
         problems.add(name, "an integer array", got, "Index arrays are int32.")
         return None
-    if array.ndim != 1 or (batch is not None and array.shape[0] != batch):
-        problems.add(name, "request = (B,)" if batch is None else f"request = ({batch},)", tuple(array.shape))
+    axes, expected = ("request", (batch,)) if tokens is None else ("request, token", (batch, tokens))
+    if not shape_fits(array.shape, expected):
+        problems.add(name, f"{axes} = {shape_text(expected)}", tuple(array.shape))
         return None
     if array.dtype == jnp.int32:
         return jnp.asarray(array)
@@ -41,6 +44,22 @@ def index_array(problems: Problems, name: str, value: Any, batch: int | None) ->
         clip: Callable[..., Any] = jnp.clip if isinstance(array, jax.Array) else np.clip
         array = clip(array, np.asarray(low, array.dtype), np.asarray(high, array.dtype))
     return jnp.asarray(array.astype(jnp.int32))
+
+
+def shape_fits(shape: tuple[int, ...], expected: tuple[int | str | None, ...]) -> bool:
+    """Whether a shape is the expected one; None, or a letter, stands for a number that is not known."""
+    pairs = zip(expected, shape, strict=False)
+    return len(shape) == len(expected) and all(not isinstance(want, int) or want == size for want, size in pairs)
+
+
+def shape_text(expected: tuple[int | str | None, ...]) -> str:
+    """An expected shape for a message: B where the number is not known.
+
+    >>> shape_text((None,)), shape_text((None, 4)), shape_text((3,))
+    ('(B,)', '(B, 4)', '(3,)')
+    """
+    sizes = ["B" if size is None else str(size) for size in expected]
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
 
 
 def _as_array(value: Any) -> Any:

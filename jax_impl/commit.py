@@ -4,6 +4,8 @@
 
 Reads `conv_windows`, writes `conv_state` at the named slots and nowhere else, bit for bit. All reads see the buffer as
 it was before the call, and no request reads the pool, so slots may repeat the pattern of rows in any permutation.
+Rows of storage "inputs" are the exception: their window is made of the request's own slot and its inputs, both windows
+of a request of the slot as it was before the call.
 
 One call takes any number of groups: pools with their own geometry, one array per layer, and recurrent states, which
 `jax_impl.rollback` brings as groups whose window is one column. All groups that the kernel takes, and both index sets,
@@ -21,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_impl import checks, runs
+from jax_impl import checks, history, runs
+from jax_impl.entries import Block, load_either, store_entry
 from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.runs import live_slot
@@ -39,11 +42,13 @@ class Call:
     """Checked index arguments of one call, shared by all its groups of arrays.
 
     `destinations` holds one or two pairs (slots, accepted counts): the committed set and, if given, the tracked set.
+    `path` `[B, D]` has the nodes that are counted, None where they are those of a chain.
     """
 
     destinations: tuple[tuple[jax.Array, jax.Array], ...]
     valid: jax.Array | None
     null_slot: int | None
+    path: jax.Array | None = None
 
     @property
     def batch(self) -> int:
@@ -73,12 +78,16 @@ def commit_conv_state(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
 ) -> Any:
     """Copies each request's accepted window into its slot.
 
     A request is skipped, never clamped or wrapped, when its count is outside 1 … D or above its valid tokens, its slot
     is outside 0 … C-1 or the null slot, or its row is outside 0 … R-1. Counts of 0 are the usual way to skip.
+
+    With storage "inputs" the window is the last S columns of the request's slot and its accepted inputs, also for the
+    tracked set, which is then skipped too where `state_indices` names no slot.
 
     Args:
       conv_state: the pool, all layers `spec.state_shape` or one layer's `spec.state_shape[1:]`; or a pytree of either
@@ -92,6 +101,10 @@ def commit_conv_state(
       null_slot: the pool's padding slot, or None.
       track_indices: int32 `[B]`, a second destination per request (a prefix-cache snapshot), or None.
       track_num_tokens: int32 `[B]`, the count whose window goes there; same skip rules. Given with `track_indices`.
+      accepted_path: int32 `[B, D]`, of a draft tree: the accepted nodes from the root on, of which the first
+        `num_accepted_tokens` (and `track_num_tokens`) count; `jax_impl.path_to_node` makes it. A destination whose
+        window needs a node outside the valid ones is skipped; with storage "sliding", one whose path is no chain.
+        None is a chain.
       implementation: None chooses; "xla", "pallas" or "pallas_interpret" is obeyed or raises.
 
     Returns:
@@ -102,7 +115,8 @@ def commit_conv_state(
 
     Assumes:
       Live requests name different slots, and track slots are not among the committed ones; the content of a slot named
-      twice is unspecified, everything else is still right (`jax_impl.debug.check_commit` reports it).
+      twice is unspecified (with storage "inputs" also what is made of it), everything else is still right
+      (`jax_impl.debug.check_commit` reports it).
 
     Moves:
       L * live * S * conv_dim elements read and written, in one kernel launch for all groups and both index sets
@@ -126,10 +140,12 @@ def commit_conv_state(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
+        accepted_path=accepted_path,
     )
     checks.implementation_name(problems, implementation)
     in_order = batch if window_rows is None else None
     groups = check_groups(problems, conv_state, conv_windows, spec, in_order=in_order, rows=rows)
+    check_path(problems, call, groups)
     problems.raise_if_any()
     assert call is not None
     return jax.tree.unflatten(jax.tree.structure(conv_state), run_commit(call, groups, implementation))
@@ -145,6 +161,7 @@ def check_indices(
     null_slot: Any,
     track_indices: Any,
     track_num_tokens: Any,
+    accepted_path: Any = None,
 ) -> tuple[Call | None, jax.Array | None, int | None]:
     """The call, `window_rows` as int32 `[B]` if given, and B, the length of `state_indices`; None where they misfit."""
     slots = checks.index_array(problems, "state_indices", state_indices, None)
@@ -164,6 +181,9 @@ def check_indices(
     if (track_indices is None) != (track_num_tokens is None):
         missing = "track_indices" if track_indices is None else "track_num_tokens"
         problems.add(missing, "given together with the other track argument", "None")
+    path = None
+    if accepted_path is not None:
+        path = checks.index_array(problems, "accepted_path", accepted_path, batch, "D")
     null = checks.null_slot_value(problems, null_slot)
     if problems.messages:
         return None, arrays.get("window_rows"), batch
@@ -174,7 +194,14 @@ def check_indices(
         track, count = arrays["track_indices"], arrays["track_num_tokens"]
         assert track is not None and count is not None
         destinations.append((track, count))
-    return Call(tuple(destinations), arrays.get("num_valid_tokens"), null), arrays.get("window_rows"), batch
+    return Call(tuple(destinations), arrays.get("num_valid_tokens"), null, path), arrays.get("window_rows"), batch
+
+
+def check_path(problems: Problems, call: Call | None, groups: Sequence[Group]) -> None:
+    """Records a problem unless the path has as many nodes as every group has draft tokens."""
+    if call is not None and call.path is not None:
+        for tokens in sorted({group.spec.num_draft_tokens for group in groups}):
+            problems.expect("accepted_path", "request, token", (call.batch, tokens), call.path.shape)
 
 
 def check_groups(
@@ -242,10 +269,21 @@ def _commit_xla(call: Call, group: Group) -> jax.Array:
     rows = jnp.arange(call.batch, dtype=jnp.int32) if group.rows is None else group.rows
     # What is made of the pool, as step states are, is made before it is written and not fused into the write.
     buffer = lax.optimization_barrier(group.windows)
-    taken = []
+    source, taken = call.destinations[0][0], []
     for slots, accepted in call.destinations:  # every window is read before any is written
         live = live_window(accepted, rows, call.valid, spec=spec) & live_slot(slots, call.null_slot, spec=spec)
-        windows = take_windows(buffer, accepted, rows, live, spec=spec, stacked=group.stacked)
+        if spec.storage == "inputs":
+            live &= live_slot(source, call.null_slot, spec=spec)
+            within, columns = history.columns_after(accepted, history.entry_of(call.path), call.valid, spec=spec)
+            live &= within
+            where = runs.Runs(spec, source, live, of="state", stacked=group.stacked)
+            windows = lax.optimization_barrier(history.take_state_after(pool, buffer, where, rows, columns))
+        else:
+            if call.path is not None:
+                live &= history.token_after(accepted, history.entry_of(call.path), call.valid, spec=spec)[0]
+            windows = take_windows(
+                buffer, accepted, rows, live, call.path, call.valid, spec=spec, stacked=group.stacked
+            )
         taken.append((windows, runs.Runs(spec, slots, live, of="state", stacked=group.stacked)))
     for windows, where in taken:
         pool = runs.put(pool, windows, where)
@@ -295,27 +333,44 @@ def _commit_kernel(
     *states_out: Any,
     plan: _Plan,
 ) -> None:
-    """One unit of one destination: a channel block of one layer of one group."""
+    """One unit of one destination: a channel block of one layer of one group.
+
+    Where a window is made of the slot that it goes to, one grid point serves both destinations of a request, because
+    both need the slot as it was.
+    """
     from jax_impl.pallas_backend import grid_index, when
 
     batch = inputs["slots_in"].shape[0]
     destination, unit = grid_index("destination"), grid_index("unit")
     tracked = destination >= batch  # the second half of the axis is the tracked set
     request = destination - jnp.where(tracked, batch, 0)
-    slot, accepted = inputs["slots_in"][request], inputs["accepted_in"][request]
+    sets = [(inputs["slots_in"][request], inputs["accepted_in"][request])]
+    slot, accepted = sets[0]
     if "track_slots_in" in inputs:
-        slot = jnp.where(tracked, inputs["track_slots_in"][request], slot)
-        accepted = jnp.where(tracked, inputs["track_accepted_in"][request], accepted)
+        sets.append((inputs["track_slots_in"][request], inputs["track_accepted_in"][request]))
+        slot, accepted = (jnp.where(tracked, track, own) for own, track in zip(*sets, strict=True))
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
+    path = inputs.get("path_in")
+    entry = None if path is None else lambda place: path[request, place]
 
     def search(first: int, end: int) -> None:
         """Finds the unit's group among groups first … end-1, halving them: few comparisons however many there are."""
         if end - first == 1:
             group, windows_in, state_out = plan.groups[first], inputs["windows_in"][first], states_out[first]
             row = request if group.rows is None else inputs["rows_in"][group.rows][request]
+            if group.spec.storage == "inputs":
+                make = functools.partial(
+                    _move_unit, windows_in, state_out, sets, row, valid, entry, group=group, plan=plan
+                )
+                when(jnp.logical_not(tracked))(make)
+                return
             live = live_window(accepted, row, valid, spec=group.spec) & live_slot(slot, plan.null_slot, spec=group.spec)
+            token = accepted - 1
+            if entry is not None:
+                within, token = history.token_after(accepted, entry, valid, spec=group.spec)
+                live &= within
             copy = functools.partial(
-                _copy_unit, windows_in, state_out, (slot, row, accepted), group=group, interpret=plan.interpret
+                _copy_unit, windows_in, state_out, (slot, row, token), group=group, interpret=plan.interpret
             )
             when(live)(copy)
             return
@@ -337,14 +392,12 @@ def _copy_unit(
     group: _GroupPlan,
     interpret: bool,
 ) -> None:
-    """Copies the window of a live request (slot, row, accepted) in this unit's channels."""
-    from jax_impl.pallas_backend import grid_index, load_runs, load_tile, span, store_runs
+    """Copies the window of a live request (slot, row, its first column or token) in this unit's channels."""
+    from jax_impl.pallas_backend import load_runs, load_tile, span, store_runs
 
-    spec, block, (slot, row, accepted) = group.spec, group.block, request
-    unit = grid_index("unit") - group.first_unit
-    layer = (lax.div(unit, jnp.int32(group.blocks)),) if group.stacked else ()
-    channels = span(lax.rem(unit, jnp.int32(group.blocks)) * block, block)
-    first, entry = accepted - 1, (*layer, slot)
+    spec, block, (slot, row, first) = group.spec, group.block, request
+    layer, channels = _place_of_unit(group)
+    entry = (*layer, slot)
     dense = spec.storage == "dense"
     source = (*layer, row, first) if dense else (*layer, row)
     columns = span(0 if dense else first, spec.state_columns)
@@ -358,6 +411,72 @@ def _copy_unit(
     shape, how = (spec.state_columns, block), (group.vector, interpret)
     runs_read = load_runs(windows_in, (*source, columns, channels), shape, *how)
     store_runs(state_out, (*entry, everything, channels), dict(enumerate(runs_read)), *how)
+
+
+def _place_of_unit(group: _GroupPlan) -> tuple[tuple[jax.Array, ...], Any]:
+    """Layer, of stacked arrays, and channels of this unit."""
+    from jax_impl.pallas_backend import grid_index, span
+
+    unit = grid_index("unit") - group.first_unit
+    layer = (lax.div(unit, jnp.int32(group.blocks)),) if group.stacked else ()
+    return layer, span(lax.rem(unit, jnp.int32(group.blocks)) * group.block, group.block)
+
+
+def _move_unit(
+    # inputs
+    windows_in: Any,
+    # outputs: read too, at the request's own slot
+    state_out: Any,
+    sets: Sequence[tuple[jax.Array, jax.Array]],
+    row: jax.Array,
+    valid: jax.Array | None,
+    entry: history.Entry | None,
+    *,
+    group: _GroupPlan,
+    plan: _Plan,
+) -> None:
+    """Makes the windows of a request's destinations out of its slot and its inputs, in this unit's channels."""
+    from jax_impl.pallas_backend import when
+
+    spec, source = group.spec, sets[0][0]
+    layer, channels = _place_of_unit(group)
+    block = Block(spec, group.block, group.vector, plan.interpret)
+    readable = live_slot(source, plan.null_slot, spec=spec)
+    chosen = []
+    for slot, accepted in sets:
+        within, columns = history.columns_after(accepted, entry, valid, spec=spec)
+        live = readable & within & live_slot(slot, plan.null_slot, spec=spec)
+        chosen.append((live & live_window(accepted, row, valid, spec=spec), slot, columns))
+
+    def window(columns: Sequence[history.Column]) -> list[jax.Array]:
+        return load_either(
+            (state_out, [(*layer, source, one.of_slot) for one in columns]),
+            (windows_in, [(*layer, row, one.of_inputs) for one in columns]),
+            [one.is_input for one in columns],
+            channels,
+            plan=block,
+        )
+
+    def store(slot: jax.Array, columns: list[jax.Array]) -> None:
+        store_entry(state_out, (*layer, slot), channels, columns, None, plan=block)
+
+    (live, slot, columns), *track = chosen
+
+    def committed() -> None:
+        store(slot, window(columns))
+
+    if not track:
+        when(live)(committed)
+        return
+    ((snapshot, track_slot, track_columns),) = track
+
+    def both() -> None:
+        made = window(track_columns), window(columns)  # both are loaded before either is stored
+        store(track_slot, made[0])
+        when(live)(functools.partial(store, slot, made[1]))
+
+    when(live & jnp.logical_not(snapshot))(committed)
+    when(snapshot)(both)
 
 
 def _commit_pallas(
@@ -400,6 +519,8 @@ def _launch(call: Call, groups: Sequence[Group], *, interpret: bool, thread_byte
         inputs |= {"track_slots_in": track[0][0], "track_accepted_in": track[0][1]}
     if call.valid is not None:
         inputs["valid_in"] = call.valid
+    if call.path is not None:
+        inputs["path_in"] = call.path
     plan = _Plan(tuple(plans), call.null_slot, interpret)
     return _run_commit(inputs, tuple(group.state for group in groups), plan=plan)
 

@@ -6,7 +6,7 @@ u is the request's history: the newest K-1 columns of its slot, then its new inp
 state's dtype before it is used, because a later step will read it back from the pool in that dtype; products and sums
 are float32, bias first, taps oldest to newest. So D tokens at once equal D steps of one token, bit for bit.
 
-    causal_conv1d_verify    reads conv_state, writes conv_windows, never conv_state
+    causal_conv1d_verify    reads conv_state, writes conv_windows; conv_state only where it resumes from inputs
     causal_conv1d_update    advances conv_state by one token
 
 Whole prompts are convolved in `jax_impl.prefill`, with the sums of this module.
@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl import checks, runs
+from jax_impl import checks, history, runs
+from jax_impl.entries import Block, load_either, load_entry, store_entry
 from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 from jax_impl.runs import live_slot
@@ -96,9 +97,12 @@ def prepare_conv_weight(weight: jax.Array, bias: jax.Array | None = None) -> Con
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Checked arguments of one call, all arrays int32 or in their own float dtype."""
+    """Checked arguments of one call, all arrays int32 or in their own float dtype.
 
-    x: jax.Array
+    `x` may be None where verify finds its inputs in the buffer.
+    """
+
+    x: Any
     weight: ConvWeight
     spec: ConvCacheSpec
     slots: jax.Array
@@ -108,8 +112,27 @@ class Call:
     activation: Activation | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """What a verify step is told about its drafts beyond a chain that starts at the slot; int32 arrays.
+
+    Attributes:
+      parents: `[B, D]`, links of a tree. resume_tokens: `[B]`, tokens of the step before that count. resume_path:
+        `[B, D]`, their nodes. resume_windows: the array in which that step's inputs are; None is the buffer itself.
+    """
+
+    parents: jax.Array | None = None
+    resume_tokens: jax.Array | None = None
+    resume_path: jax.Array | None = None
+    resume_windows: jax.Array | None = None
+
+    def advances(self, spec: ConvCacheSpec) -> bool:
+        """Whether the step moves the slots on: its inputs replace those that the old slots would need."""
+        return self.resume_tokens is not None and spec.storage == "inputs"
+
+
 def causal_conv1d_verify(
-    x: jax.Array,
+    x: jax.Array | None,
     conv_state: jax.Array,
     conv_windows: jax.Array,
     weight: jax.Array | ConvWeight,
@@ -123,14 +146,24 @@ def causal_conv1d_verify(
     null_slot: int | None = None,
     activation: Activation | None = "silu",
     implementation: checks.Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    parents: Any = None,
+    resume_tokens: Any = None,
+    resume_path: Any = None,
+    resume_windows: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """Convolves D draft tokens per request and records every state they may lead to.
 
     The pool is only read. The request's buffer row receives state[1:] in columns 0 … S-2 and the new inputs in columns
-    S-1 … S-2+v (dense: whole windows 0 … v-1); columns beyond keep their bits.
+    S-1 … S-2+v (dense: whole windows 0 … v-1; inputs: the new inputs in columns 0 … v-1); columns beyond keep their
+    bits.
+
+    With `resume_tokens` no commit is needed between steps: a request's history is then the state after so many tokens
+    of the step before, read from its buffer row, which is rewritten in the same launch. With storage "inputs" the row
+    would no longer have what the old slot needs, so there the slot is moved on in the same launch.
 
     Args:
-      x: `[B, D, conv_dim]`, inputs of the D tokens of each request; bfloat16, float16 or float32.
+      x: `[B, D, conv_dim]`, inputs of the D tokens of each request; bfloat16, float16 or float32. None with storage
+        "inputs" says that the buffer's rows hold them, for callers who keep x of all layers in one array anyway.
       conv_state: the pool, `spec.state_shape`, or one layer's `spec.state_shape[1:]`.
       conv_windows: the verify buffer, `spec.windows_shape`, or one layer's; donate it to update in place.
       weight: `[conv_dim, K]` or `[conv_dim, 1, K]`, the last tap meets the current token; or a `ConvWeight` from
@@ -144,18 +177,30 @@ def causal_conv1d_verify(
       null_slot: the pool's padding slot, or None.
       activation: "silu" or None.
       implementation: None chooses; "xla", "pallas" or "pallas_interpret" is obeyed or raises.
+      parents: int32 `[B, D]`, links of a draft tree: -1 for the committed state, else an earlier node; each node is
+        convolved over its own ancestors. A request with another link among its valid tokens is skipped. Storage
+        "sliding" holds chains only and skips every request whose links are not t-1. None is a chain.
+      resume_tokens: int32 `[B]`: 0 takes the history from the slot, 1 … D from the row (storage "inputs": from slot and
+        row together), anything else skips the request. None is 0 everywhere.
+      resume_path: int32 `[B, D]`, the nodes that count of the step before, when that was a tree, as `accepted_path` of
+        a commit. None is a chain.
+      resume_windows: with storage "inputs" the array in which the step before has left its inputs; None is
+        `conv_windows`. Needed where x is None.
 
     Returns:
-      `y` `[B, D, conv_dim]` in x's dtype, zero for skipped requests and for tokens ≥ v; and the buffer.
+      `y` `[B, D, conv_dim]` in x's dtype (the spec's where x is None), zero for skipped requests and for tokens ≥ v;
+      and the buffer. With storage "inputs" and `resume_tokens` also the pool, in which the slots of live requests that
+      resumed from 1 or more tokens hold the state after those.
 
     Raises:
       ValueError: one message with every shape, dtype and option that does not fit.
 
     Assumes:
-      Live requests of one call name different rows.
+      Live requests of one call name different rows; where the slots are moved on, also different slots.
 
     Moves:
-      B * (K-1 + D) columns read, B * (D + D+S-1) columns written.
+      B * (K-1 + D) columns read, B * (D + D+S-1) columns written; with storage "inputs" B * 2D written, B * D where x
+      is None, and B * S more where the slots are moved on.
 
     Example:
       >>> import jax.numpy as jnp
@@ -169,22 +214,70 @@ def causal_conv1d_verify(
     """
     checks.spec_argument(spec)
     problems = Problems()
+    inputs_kept = x is None and spec.storage == "inputs"
     call, batch, stacked = check_call(
-        problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation
-    )
-    check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
+        problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation,
+        needs_x=not inputs_kept,
+    )  # fmt: skip
+    if not inputs_kept:
+        check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
     rows = row_array(problems, window_rows, batch, spec)
     valid = None
     if num_valid_tokens is not None:
         valid = checks.index_array(problems, "num_valid_tokens", num_valid_tokens, batch)
     checks.cache_array(problems, "conv_windows", conv_windows, spec, stacked=stacked)
+    drafts = _check_drafts(
+        problems, parents, resume_tokens, resume_path, resume_windows, spec,
+        batch=batch, stacked=stacked, inputs_kept=inputs_kept,
+    )  # fmt: skip
     problems.raise_if_any()
     assert call is not None and rows is not None
     chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
     if chosen == "xla":
-        return _verify_xla(call, conv_state, conv_windows, rows, valid)
+        return _verify_xla(call, conv_state, conv_windows, rows, valid, drafts)
     rows_given = None if window_rows is None else rows
-    return _verify_pallas(call, conv_state, conv_windows, rows_given, valid, interpret=chosen != "pallas")
+    return _verify_pallas(call, conv_state, conv_windows, rows_given, valid, drafts, interpret=chosen != "pallas")
+
+
+def _check_drafts(
+    problems: Problems,
+    parents: Any,
+    resume_tokens: Any,
+    resume_path: Any,
+    resume_windows: Any,
+    spec: ConvCacheSpec,
+    *,
+    batch: int | None,
+    stacked: bool | None,
+    inputs_kept: bool,
+) -> Drafts:
+    """The draft arguments as int32 arrays; `inputs_kept` says that the buffer holds the step's own inputs."""
+    tokens = spec.num_draft_tokens
+
+    def indices(name: str, value: Any, size: int | None) -> jax.Array | None:
+        return None if value is None else checks.index_array(problems, name, value, batch, size)
+
+    if resume_tokens is None:
+        for name, value in (("resume_path", resume_path), ("resume_windows", resume_windows)):
+            if value is not None:
+                problems.add(name, "None without resume_tokens", "an array")
+    elif inputs_kept and resume_windows is None:
+        problems.add(
+            "resume_windows",
+            "the array that holds the inputs of the step before, where x is None",
+            "None",
+            "The buffer holds those of this step.",
+        )
+    if resume_windows is not None:
+        if spec.storage != "inputs":
+            problems.add("resume_windows", 'None with a storage other than "inputs"', f'storage "{spec.storage}"')
+        checks.cache_array(problems, "resume_windows", resume_windows, spec, stacked=stacked)
+    return Drafts(
+        indices("parents", parents, tokens),
+        indices("resume_tokens", resume_tokens, None),
+        indices("resume_path", resume_path, tokens),
+        resume_windows,
+    )
 
 
 def causal_conv1d_update(
@@ -236,7 +329,7 @@ def causal_conv1d_update(
     call = without_invalid(call, live[:, None])
     # Read before the pool is written: fused into the write, it would need a second pool.
     columns = _history_then_inputs(call, lax.optimization_barrier(take_state(call, conv_state, live)))
-    y = _convolve(call, columns, live[:, None])
+    y = _convolve(call, [columns[: spec.width]], live[:, None])
     state = jnp.stack(columns[-spec.state_columns :], axis=1)
     return y[:, 0], put_state(call, conv_state, state, live)
 
@@ -253,9 +346,11 @@ def check_call(
     null_slot: Any,
     activation: Any,
     implementation: Any,
+    *,
+    needs_x: bool = True,
 ) -> tuple[Call | None, int | None, bool | None]:
     """What verify, update and prefill share: the call, B and whether the pool is stacked, each None if unknown."""
-    inputs = checks.float_array(problems, "x", x)
+    inputs = checks.float_array(problems, "x", x) if needs_x else None
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     stacked = checks.cache_array(problems, "conv_state", conv_state, spec)
     taps = _check_weight(problems, weight, bias, spec, stacked)
@@ -264,7 +359,7 @@ def check_call(
     checks.activation_name(problems, activation)
     checks.implementation_name(problems, implementation)
     batch = None if slots is None else slots.shape[0]
-    if inputs is None or slots is None or stacked is None or taps is None:
+    if (inputs is None and needs_x) or slots is None or stacked is None or taps is None:
         return None, batch, stacked
     return Call(inputs, taps, spec, slots, null, picked, stacked, activation), batch, stacked
 
@@ -273,13 +368,8 @@ def check_x(problems: Problems, x: Any, axes: str, expected: tuple[int | None, .
     """Records a problem unless x has the expected shape; None stands for a number that is not known."""
     if not isinstance(x, jax.Array | np.ndarray):
         return  # reported already
-    known = len(x.shape) == len(expected)
-    if not known or any(want is not None and want != size for want, size in zip(expected, x.shape, strict=True)):
-        problems.add("x", f"{axes} = ({', '.join(map(size_or_b, expected))})", tuple(x.shape))
-
-
-def size_or_b(size: int | None) -> str:
-    return "B" if size is None else str(size)
+    if not checks.shape_fits(x.shape, expected):
+        problems.add("x", f"{axes} = {checks.shape_text(expected)}", tuple(x.shape))
 
 
 def _check_weight(
@@ -313,32 +403,109 @@ def _check_weight(
 
 
 def _verify_xla(
-    call: Call, conv_state: jax.Array, conv_windows: jax.Array, rows: jax.Array, valid: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    call: Call,
+    conv_state: jax.Array,
+    conv_windows: jax.Array,
+    rows: jax.Array,
+    valid: jax.Array | None,
+    drafts: Drafts,
+) -> tuple[jax.Array, ...]:
     spec, tokens = call.spec, call.spec.num_draft_tokens
     live = live_requests(call.slots, call.layer, rows, valid, spec=spec, null_slot=call.null_slot)
+    links = None if drafts.parents is None else [drafts.parents[:, token] for token in range(tokens)]
+    if links is not None:
+        live &= history.links_hold(links, valid, spec=spec)
+    if drafts.resume_tokens is None:
+        state = take_state(call, conv_state, live)
+    else:
+        live, state = _take_resumed(call, conv_state, conv_windows, rows, live, drafts)
     token_is_valid = jnp.broadcast_to(live[:, None], (rows.shape[0], tokens))
     if valid is not None:
         token_is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < valid[:, None])
-    call = without_invalid(call, token_is_valid)
-    columns = _history_then_inputs(call, take_state(call, conv_state, live))
-    y = _convolve(call, columns, token_is_valid)
-    shared = columns[len(columns) - spec.num_columns :]
     where = runs.Runs(spec, rows, live, of="windows", stacked=call.stacked, layer=call.layer)
-    if spec.storage == "sliding" and valid is None:
-        return y, runs.put(conv_windows, _entry(jnp.stack(shared, axis=1), spec), where)
-    if spec.storage == "sliding":  # column by column, because those of invalid tokens are not written
-        written = jnp.concatenate([jnp.repeat(live[:, None], spec.first_token_column, axis=1), token_is_valid], axis=1)
-        pieces = jnp.stack([column[:, None] for column in shared], axis=1)
+    inputs_kept = call.x is None
+    if inputs_kept:
+        call = dataclasses.replace(call, x=_entry(runs.take(conv_windows, where), spec))
+    call = without_invalid(call, token_is_valid)
+    if links is None:
+        columns = _history_then_inputs(call, state)
+        y = _convolve(call, [columns[token : token + spec.width] for token in range(tokens)], token_is_valid)
+        shared = columns[len(columns) - (tokens + spec.state_columns - 1) :]
+        after = [shared[token : token + spec.state_columns] for token in range(tokens)]
+        row = shared[len(shared) - spec.num_columns :]
+    else:
+        old = [state[:, column] for column in range(spec.state_columns)]
+        row = [round_to_state(call.x, spec)[:, token] for token in range(tokens)]
+        before = history.node_histories(old, row, links, history.choose_plain)
+        inputs = list(zip(before, row, strict=True))
+        y = _convolve(call, [[*one[len(one) - (spec.width - 1) :], x] for one, x in inputs], token_is_valid)
+        after = [[*one[1:], x] for one, x in inputs]
+        row = [*old[1:], *row] if spec.storage == "sliding" else row
+    if not inputs_kept:
+        conv_windows = _put_row(conv_windows, row, after, where, token_is_valid, everything=valid is None)
+    if not drafts.advances(spec):
+        return y, conv_windows
+    assert drafts.resume_tokens is not None
+    return y, conv_windows, put_state(call, conv_state, state, live & (drafts.resume_tokens >= 1))
+
+
+def _put_row(
+    conv_windows: jax.Array,
+    row: list[jax.Array],
+    after: list[list[jax.Array]],
+    where: runs.Runs,
+    token_is_valid: jax.Array,
+    *,
+    everything: bool,
+) -> jax.Array:
+    """The buffer with the rows of one call: the columns `row`, or in a dense buffer the windows `after` every token.
+
+    Unless `everything` is written, what belongs to tokens that are not valid keeps its bits.
+    """
+    spec = where.spec
+    if spec.storage != "dense" and everything:
+        return runs.put(conv_windows, _entry(jnp.stack(row, axis=1), spec), where)
+    if spec.storage != "dense":  # column by column, because those of invalid tokens are not written
+        old_columns = jnp.repeat(where.live[:, None], spec.first_token_column, axis=1)
+        written = jnp.concatenate([old_columns, token_is_valid], axis=1)
+        pieces = jnp.stack([column[:, None] for column in row], axis=1)
     else:
         written = token_is_valid
-        windows = [shared[token : token + spec.state_columns] for token in range(tokens)]
-        pieces = jnp.stack([jnp.stack(window, axis=1) for window in windows], axis=1)
+        pieces = jnp.stack([jnp.stack(window, axis=1) for window in after], axis=1)
     position = jnp.broadcast_to(jnp.arange(written.shape[1], dtype=jnp.int32)[None, :], written.shape)
     where = dataclasses.replace(
-        where, rows=jnp.broadcast_to(rows[:, None], written.shape), live=written, starts=position, num_columns=1
+        where, rows=jnp.broadcast_to(where.rows[:, None], written.shape), live=written, starts=position, num_columns=1
     )
-    return y, runs.put(conv_windows, _entry(pieces, spec), where)
+    return runs.put(conv_windows, _entry(pieces, spec), where)
+
+
+def _take_resumed(
+    call: Call, conv_state: jax.Array, conv_windows: jax.Array, rows: jax.Array, live: jax.Array, drafts: Drafts
+) -> tuple[jax.Array, jax.Array]:
+    """Which requests are live still, and the states `[B, S, conv_dim]` that they resume from, zeros for the others."""
+    spec, count = call.spec, drafts.resume_tokens
+    assert count is not None
+    entry = history.entry_of(drafts.resume_path)
+    resumes = count >= 1
+    live &= (count >= 0) & (count <= spec.num_draft_tokens)
+    slot_runs = runs.Runs(spec, call.slots, live, of="state", stacked=call.stacked, layer=call.layer)
+    if spec.storage == "inputs":
+        within, columns = history.columns_after(count, entry, None, spec=spec)
+        live &= within
+        previous = conv_windows if drafts.resume_windows is None else drafts.resume_windows
+        slot_runs = dataclasses.replace(slot_runs, live=live)
+        state = history.take_state_after(conv_state, previous, slot_runs, rows, columns)
+    else:
+        within, first = history.token_after(count, entry, None, spec=spec)
+        live &= within | jnp.logical_not(resumes)
+        columns = spec.state_columns if spec.storage == "sliding" else None
+        row_runs = runs.Runs(
+            spec, rows, live & resumes, "windows", call.stacked, call.layer, starts=first, num_columns=columns
+        )
+        slot_runs = dataclasses.replace(slot_runs, live=live & jnp.logical_not(resumes))
+        state = runs.union(runs.take(conv_windows, row_runs), runs.take(conv_state, slot_runs))
+    # Read before the row, or the slot, is written.
+    return live, lax.optimization_barrier(_entry(state, spec))
 
 
 def live_requests(
@@ -395,8 +562,8 @@ def _history_then_inputs(call: Call, state: jax.Array) -> list[jax.Array]:
     Separate columns instead of one array, so that the compiler reads each where it is used and never writes them out.
     """
     first, fresh = call.spec.state_columns - (call.spec.width - 1), round_to_state(call.x, call.spec)
-    history = [state[:, column] for column in range(first, call.spec.state_columns)]
-    return history + [fresh[:, token] for token in range(call.x.shape[1])]
+    old = [state[:, column] for column in range(first, call.spec.state_columns)]
+    return old + [fresh[:, token] for token in range(call.x.shape[1])]
 
 
 def without_invalid(call: Call, token_is_valid: jax.Array) -> Call:
@@ -405,15 +572,12 @@ def without_invalid(call: Call, token_is_valid: jax.Array) -> Call:
     return dataclasses.replace(call, x=jnp.where(token_is_valid[:, :, None], call.x, zero))
 
 
-def _convolve(call: Call, columns: list[jax.Array], token_is_valid: jax.Array) -> jax.Array:
-    """`[B, tokens, conv_dim]` in x's dtype, zero where `token_is_valid` is False."""
+def _convolve(call: Call, windows: list[list[jax.Array]], token_is_valid: jax.Array) -> jax.Array:
+    """`[B, tokens, conv_dim]` in x's dtype, out of the K columns of each token; zero where not `token_is_valid`."""
     taps, bias = layer_weight(call)
     rows = [taps[tap][None, :] for tap in range(call.spec.width)]
     start = no_bias() if bias is None else bias[None, :]
-    sums = [
-        activate(weighted_sum(columns[token : token + call.spec.width], rows, start), call.activation)
-        for token in range(call.x.shape[1])
-    ]
+    sums = [activate(weighted_sum(window, rows, start), call.activation) for window in windows]
     return jnp.where(token_is_valid[:, :, None], jnp.stack(sums, axis=1), jnp.float32(0)).astype(call.x.dtype)
 
 
@@ -448,16 +612,15 @@ def no_bias() -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Block):
     """What is static about one kernel launch.
 
     Attributes:
       advance: False is verify, which reads the pool and writes the buffer; True is update, which rewrites the slot.
       requests: of one grid point; they share its taps, and their loads are in flight together.
-      block: channels of one grid point. vector: neighbouring channels of one thread.
+      written: names of the arrays that are written in place: "windows_out", "state_out", both or none.
     """
 
-    spec: ConvCacheSpec
     tokens: int
     y_dtype: Any
     null_slot: int | None
@@ -466,18 +629,29 @@ class Plan:
     stacked_weight: bool
     advance: bool
     requests: int
-    block: int
-    vector: int
-    interpret: bool
+    written: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Scalars of one request in a kernel: what it reads, where its columns go, and whether it does."""
+
+    request: jax.Array
+    live: jax.Array
+    layer: tuple[jax.Array, ...]
+    slot: jax.Array
+    row: jax.Array
+    valid: jax.Array | None
+    links: list[jax.Array] | None
+    resume: jax.Array | None
+    places: Any
 
 
 def _conv_kernel(
     # inputs
     inputs: dict[str, Any],
-    # outputs: what keeps the columns (the buffer for verify, the pool for update), then y
-    columns_out: Any,
-    y_out: Any,
-    *,
+    # outputs: the arrays of `plan.written`, then y
+    *outputs_out: Any,
     plan: Plan,
 ) -> None:
     """One channel block of `plan.requests` requests: every load before the first store, each column stored once.
@@ -485,9 +659,11 @@ def _conv_kernel(
     Nothing branches before the loads: a request that is skipped reads slot 0 instead and stores zeros to y only. So the
     inputs and taps are in flight while the slot numbers are fetched, and the states follow at once.
     """
-    from jax_impl.pallas_backend import grid_index, load_runs, span, store_runs, when
+    from jax_impl.pallas_backend import grid_index, load_runs, span
 
-    spec, tokens, how = plan.spec, plan.tokens, (plan.vector, plan.interpret)
+    spec, how = plan.spec, (plan.vector, plan.interpret)
+    *written, y_out = outputs_out
+    arrays = inputs | dict(zip(plan.written, written, strict=True))
     channels = span(grid_index("block") * plan.block, plan.block)
     layer = (inputs["layer_in"][0],) if plan.stacked else ()
     safe_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer)
@@ -497,39 +673,26 @@ def _conv_kernel(
     def read(ref: Any, *place: Any, count: int) -> list[jax.Array]:
         return load_runs(ref, (*place, span(0, count), channels), (count, plan.block), *how)
 
-    fresh = [read(inputs["x_in"], request, count=tokens) for request in requests]
+    if "x_in" in inputs:
+        fresh = [read(inputs["x_in"], request, count=plan.tokens) for request in requests]
+    else:
+        places = [(*safe_layer, jnp.where(one.live, one.row, jnp.int32(0))) for one in targets]
+        fresh = [
+            load_entry(inputs["windows_in"], at, channels, plan.tokens, plan=plan, read_only=True) for at in places
+        ]
     of_weight = safe_layer if plan.stacked_weight else ()
     taps = read(inputs["taps_in"], *of_weight, count=spec.width)
     if "bias_in" in inputs:
         start = read(inputs["bias_in"], *of_weight, count=1)[0]
     else:
         start = no_bias() if plan.interpret else jnp.float32(0)
-    state_in = columns_out if plan.advance else inputs["state_in"]
-    states = [
-        load_state(state_in, (*safe_layer, jnp.where(live, slot, jnp.int32(0))), channels, plan=plan)
-        for live, slot, _, _ in targets
-    ]
-    for request, (live, slot, row, valid), state, x in zip(requests, targets, states, fresh, strict=True):
-        columns = state[spec.state_columns - (spec.width - 1) :] + [value.astype(spec.dtype) for value in x]
-        if plan.advance:
-            newest, place = columns[-spec.state_columns :], (*layer, slot)
-            when(live)(functools.partial(store_entry, columns_out, place, channels, newest, None, plan=plan))
-        else:
-            shared, place = columns[len(columns) - spec.num_columns :], (*layer, row)
-            when(live)(functools.partial(_store_row, columns_out, place, channels, shared, valid, plan=plan))
-        outputs = {}
-        for token in range(tokens):
-            total = weighted_sum(columns[token : token + spec.width], taps, start)
-            y = activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
-            kept = live if valid is None else live & (valid > token)
-            outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
-        store_runs(y_out, (request, span(0, tokens), channels), outputs, *how)
+    states = [_load_history(arrays, one, safe_layer, channels, plan=plan) for one in targets]
+    for target, state, x in zip(targets, states, fresh, strict=True):
+        _convolve_request(arrays, y_out, target, (state, x, taps, start), channels, plan=plan)
 
 
-def _target(
-    inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: Plan
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Whether the request is live, its slot, the row its columns go to (update: the slot), and its valid tokens."""
+def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: Plan) -> Target:
+    """The scalars of one request; those of an update have the slot for a row."""
     spec, slot = plan.spec, inputs["slots_in"][request]
     row = slot if plan.advance else inputs["rows_in"][request] if "rows_in" in inputs else request
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
@@ -541,7 +704,122 @@ def _target(
         spec=spec,
         null_slot=plan.null_slot,
     )
-    return live, slot, row, valid
+    links = resume = places = None
+    if "parents_in" in inputs:
+        links = [inputs["parents_in"][request, token] for token in range(plan.tokens)]
+        live &= history.links_hold(links, valid, spec=spec)
+    if "resume_in" in inputs:
+        resume = inputs["resume_in"][request]
+        path = inputs.get("resume_path_in")
+        entry = None if path is None else lambda place: path[request, place]
+        live &= (resume >= 0) & (resume <= spec.num_draft_tokens)
+        find = history.columns_after if spec.storage == "inputs" else history.token_after
+        within, places = find(resume, entry, None, spec=spec)
+        live &= within | (resume == 0)
+    return Target(request, live, layer, slot, row, valid, links, resume, places)
+
+
+def _load_history(
+    arrays: dict[str, Any], target: Target, layer: tuple[jax.Array, ...], channels: Any, *, plan: Plan
+) -> list[jax.Array]:
+    """The S columns before a request's first token: its slot's, or those after the tokens that it resumes from."""
+    spec, count = plan.spec, plan.spec.state_columns
+    slot, row = ((*layer, jnp.where(target.live, one, jnp.int32(0))) for one in (target.slot, target.row))
+    pool = arrays["state_out"] if "state_out" in plan.written else arrays["state_in"]
+    if target.resume is None:
+        return load_entry(pool, slot, channels, count, plan=plan, read_only=not plan.advance)
+    buffer = next(arrays[name] for name in ("previous_in", "windows_out") if name in arrays)
+    if spec.storage == "inputs":
+        columns: list[history.Column] = target.places
+        return load_either(
+            (pool, [(*slot, one.of_slot) for one in columns]),
+            (buffer, [(*row, one.of_inputs) for one in columns]),
+            [one.is_input for one in columns],
+            channels,
+            plan=plan,
+        )
+    first = target.places
+    in_row = [(first, column) if spec.storage == "dense" else (first + column,) for column in range(count)]
+    return load_either(
+        (pool, [(*slot, column) for column in range(count)]),
+        (buffer, [(*row, *one) for one in in_row]),
+        [target.resume >= 1] * count,
+        channels,
+        plan=plan,
+    )
+
+
+def _convolve_request(
+    # outputs
+    arrays_out: dict[str, Any],
+    y_out: Any,
+    target: Target,
+    loaded: tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array],
+    channels: Any,
+    *,
+    plan: Plan,
+) -> None:
+    """Stores all that one request leaves: `loaded` are its state, its inputs, the taps and what the sums start from."""
+    from jax_impl.pallas_backend import choose_runs, span, store_runs, when
+
+    spec, tokens, how, history_len = plan.spec, plan.tokens, (plan.vector, plan.interpret), plan.spec.width - 1
+    state, x, taps, start = loaded
+    row_columns = [value.astype(spec.dtype) for value in x]
+    if target.links is None:
+        columns = state[spec.state_columns - history_len :] + row_columns
+        inputs_of = [columns[token : token + spec.width] for token in range(tokens)]
+        newest = state[1:] + row_columns
+        after = [newest[token : token + spec.state_columns] for token in range(tokens)]
+    else:
+        choose = functools.partial(choose_runs, vector=plan.vector, interpret=plan.interpret)
+        before = history.node_histories(state, row_columns, target.links, choose)
+        pairs = list(zip(before, row_columns, strict=True))
+        inputs_of = [[*one[len(one) - history_len :], value] for one, value in pairs]
+        after = [[*one[1:], value] for one, value in pairs]
+    store = functools.partial(_store_columns, arrays_out, target, (state, row_columns, after), channels, plan=plan)
+    when(target.live)(store)
+    outputs = {}
+    for token in range(tokens):
+        total = weighted_sum(inputs_of[token], taps, start)
+        y = activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
+        kept = target.live if target.valid is None else target.live & (target.valid > token)
+        outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
+    store_runs(y_out, (target.request, span(0, tokens), channels), outputs, *how)
+
+
+def _store_columns(
+    # outputs
+    arrays_out: dict[str, Any],
+    target: Target,
+    made: tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]],
+    channels: Any,
+    *,
+    plan: Plan,
+) -> None:
+    """What a live request leaves in pool and buffer, out of its state, its inputs and the states after each token."""
+    from jax_impl.pallas_backend import when
+
+    (state, row_columns, after), spec = made, plan.spec
+    slot, row = (*target.layer, target.slot), (*target.layer, target.row)
+    if plan.advance:
+        store_entry(arrays_out["state_out"], slot, channels, after[0], None, plan=plan)
+        return
+    if "windows_out" in plan.written and spec.storage == "dense":
+        for token, window in enumerate(after):
+            at = (*row, token)
+            store = functools.partial(store_entry, arrays_out["windows_out"], at, channels, window, None, plan=plan)
+            if target.valid is None or token == 0:
+                store()
+            else:
+                when(target.valid > token)(store)
+    elif "windows_out" in plan.written:
+        whole = row_columns if spec.storage == "inputs" else [*state[1:], *row_columns]
+        limit = None if target.valid is None else target.valid + spec.first_token_column
+        store_entry(arrays_out["windows_out"], row, channels, whole, limit, plan=plan)
+    if "state_out" in plan.written:
+        assert target.resume is not None
+        moved = functools.partial(store_entry, arrays_out["state_out"], slot, channels, state, None, plan=plan)
+        when(target.resume >= 1)(moved)
 
 
 def activate_in_kernel(total: jax.Array, *, plan: Plan) -> jax.Array:
@@ -551,67 +829,6 @@ def activate_in_kernel(total: jax.Array, *, plan: Plan) -> jax.Array:
     if plan.activation == "silu" and plan.y_dtype != jnp.float32:
         return silu(total, plan.vector, plan.interpret)
     return activate(total, plan.activation)
-
-
-def load_state(state_in: Any, place: tuple[Any, ...], channels: Any, *, plan: Plan) -> list[jax.Array]:
-    """The slot's S columns of one channel block, each `(block,)`."""
-    from jax_impl.pallas_backend import load_columns, load_runs, span
-
-    count, how = plan.spec.state_columns, (plan.vector, plan.interpret)
-    everything, read_only = span(0, count), not plan.advance
-    if plan.spec.axis_order == "channel_major":
-        index, shape = (*place, channels, everything), (plan.block, count)
-        return load_columns(state_in, index, shape, *how, read_only=read_only)
-    return load_runs(state_in, (*place, everything, channels), (count, plan.block), *how, read_only=read_only)
-
-
-def _store_row(
-    windows_out: Any, place: tuple[Any, ...], channels: Any, shared: list[jax.Array], valid: Any, *, plan: Plan
-) -> None:
-    """One row of the verify buffer. `valid` None means all tokens; columns of later tokens are not touched."""
-    from jax_impl.pallas_backend import when
-
-    spec = plan.spec
-    if spec.storage == "sliding":
-        limit = None if valid is None else valid + spec.first_token_column
-        store_entry(windows_out, place, channels, shared, limit, plan=plan)
-        return
-    for token in range(plan.tokens):
-        window = shared[token : token + spec.state_columns]
-        store = functools.partial(store_entry, windows_out, (*place, token), channels, window, None, plan=plan)
-        if valid is None or token == 0:
-            store()
-        else:
-            when(valid > token)(store)
-
-
-def store_entry(
-    columns_out: Any, place: tuple[Any, ...], channels: Any, columns: list[jax.Array], limit: Any, *, plan: Plan
-) -> None:
-    """Columns of one channel block at `place`, in the spec's axis order; with `limit` only the columns before it."""
-    from jax_impl.pallas_backend import span, store_column, store_columns, store_runs, when
-
-    count, how = len(columns), (plan.vector, plan.interpret)
-    if plan.spec.axis_order == "time_major":
-        index = (*place, span(0, count), channels)
-        if limit is None:
-            store_runs(columns_out, index, dict(enumerate(columns)), *how)
-            return
-        # The first token is always valid, so only the columns after it can be beyond the limit.
-        certain = plan.spec.first_token_column + 1
-        store_runs(columns_out, index, dict(enumerate(columns[:certain])), *how)
-        for column in range(certain, count):
-            when(limit > column)(functools.partial(store_runs, columns_out, index, {column: columns[column]}, *how))
-        return
-    index = (*place, channels, span(0, count))
-    if limit is None:
-        store_columns(columns_out, index, columns, *how)
-        return
-    when(limit == count)(functools.partial(store_columns, columns_out, index, columns, *how))
-    for column in range(count):
-        when((limit < count) & (limit > column))(
-            functools.partial(store_column, columns_out, index, column, count, columns[column], *how)
-        )
 
 
 def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -> int:
@@ -628,6 +845,7 @@ def prepare_launch(
     interpret: bool,
     thread_bytes: int = THREAD_BYTES,
     pair_requests: bool = True,
+    written: tuple[str, ...] = ("state_out",),
 ) -> tuple[dict[str, jax.Array], Plan]:
     """What every convolution kernel reads besides pool and buffer, and what is static about its launch.
 
@@ -635,10 +853,12 @@ def prepare_launch(
     """
     from jax_impl import pallas_backend
 
-    spec, (batch, _, dim) = call.spec, call.x.shape
-    item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
-    block, vector = pallas_backend.block_of(dim, item_bytes, thread_bytes)
-    inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps}
+    spec, batch, dim = call.spec, call.slots.shape[0], call.spec.conv_dim
+    y_dtype = jnp.dtype(spec.dtype) if call.x is None else call.x.dtype
+    block, vector = pallas_backend.block_of(dim, max(spec.item_bytes, y_dtype.itemsize), thread_bytes)
+    inputs = {"slots_in": call.slots, "taps_in": call.weight.taps}
+    if call.x is not None:
+        inputs["x_in"] = call.x
     if call.weight.bias is not None:
         inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
@@ -647,7 +867,7 @@ def prepare_launch(
     plan = Plan(
         spec=spec,
         tokens=tokens,
-        y_dtype=call.x.dtype,
+        y_dtype=y_dtype,
         null_slot=call.null_slot,
         activation=call.activation,
         stacked=call.stacked,
@@ -657,42 +877,31 @@ def prepare_launch(
         block=block,
         vector=vector,
         interpret=interpret,
+        written=written,
     )
     return inputs, plan
 
 
-def _launch_conv(
-    call: Call,
-    columns_out: jax.Array,
-    extra_inputs: dict[str, jax.Array],
-    *,
-    advance: bool,
-    interpret: bool,
-    thread_bytes: int,
-) -> tuple[jax.Array, jax.Array]:
-    spec, (batch, tokens, _) = call.spec, call.x.shape
-    if batch == 0 or (spec.max_requests == 0 and not advance):
-        return jnp.zeros(call.x.shape, call.x.dtype), columns_out
-    inputs, plan = prepare_launch(call, tokens=tokens, advance=advance, interpret=interpret, thread_bytes=thread_bytes)
-    return _run_conv(inputs | extra_inputs, columns_out, plan=plan)
-
-
 @functools.partial(jax.jit, static_argnames="plan")
-def _run_conv(inputs: dict[str, jax.Array], columns_out: jax.Array, *, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The launch, as a jitted function of its own so that all layers of a model share one traced kernel."""
+def _run_conv(inputs: dict[str, jax.Array], written: tuple[jax.Array, ...], *, plan: Plan) -> tuple[jax.Array, ...]:
+    """The launch, as a jitted function of its own so that all layers of a model share one traced kernel.
+
+    Returns y, then the arrays of `plan.written`.
+    """
     from jax_impl import pallas_backend
 
-    batch, tokens, dim = inputs["x_in"].shape
-    columns_out, y = pallas_backend.call_in_place(
+    batch, dim = inputs["slots_in"].shape[0], plan.spec.conv_dim
+    like = inputs["x_in"] if "x_in" in inputs else inputs["windows_in"]
+    *updated, y = pallas_backend.call_in_place(
         functools.partial(_conv_kernel, plan=plan),
         inputs,
-        (columns_out,),
-        (pallas_backend.fresh_like(inputs["x_in"], (batch, tokens, dim), plan.y_dtype),),
+        written,
+        (pallas_backend.fresh_like(like, (batch, plan.tokens, dim), plan.y_dtype),),
         grid={"request": batch // plan.requests, "block": dim // plan.block},
         name=f"specconv_{'update' if plan.advance else 'verify'}_{plan.spec.axis_order}",
         interpret=plan.interpret,
     )
-    return y, columns_out
+    return y, *updated
 
 
 def _verify_pallas(
@@ -701,21 +910,50 @@ def _verify_pallas(
     conv_windows: jax.Array,
     rows: jax.Array | None,
     valid: jax.Array | None,
+    drafts: Drafts = Drafts(),
     *,
     interpret: bool,
     thread_bytes: int = THREAD_BYTES,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Launches verify over requests × channel blocks. `thread_bytes` is for tests and measurements."""
-    extra = {"state_in": conv_state}
-    if rows is not None:
-        extra["rows_in"] = rows
-    if valid is not None:
-        extra["valid_in"] = valid
-    return _launch_conv(call, conv_windows, extra, advance=False, interpret=interpret, thread_bytes=thread_bytes)
+    spec, batch = call.spec, call.slots.shape[0]
+    advances, inputs_kept = drafts.advances(spec), call.x is None
+    if batch == 0 or spec.max_requests == 0:
+        y_dtype = jnp.dtype(spec.dtype) if inputs_kept else call.x.dtype
+        y = jnp.zeros((batch, spec.num_draft_tokens, spec.conv_dim), y_dtype)
+        return (y, conv_windows, conv_state) if advances else (y, conv_windows)
+    arrays = {"windows_out": None if inputs_kept else conv_windows, "state_out": conv_state if advances else None}
+    written = {name: array for name, array in arrays.items() if array is not None}
+    inputs, plan = prepare_launch(
+        call,
+        tokens=spec.num_draft_tokens,
+        advance=False,
+        interpret=interpret,
+        thread_bytes=thread_bytes,
+        written=tuple(written),
+    )
+    optional = {
+        "state_in": None if advances else conv_state,
+        "windows_in": conv_windows if inputs_kept else None,
+        "rows_in": rows,
+        "valid_in": valid,
+        "parents_in": drafts.parents,
+        "resume_in": drafts.resume_tokens,
+        "resume_path_in": drafts.resume_path,
+        "previous_in": drafts.resume_windows,
+    }
+    inputs |= {name: array for name, array in optional.items() if array is not None}
+    y, *after = _run_conv(inputs, tuple(written.values()), plan=plan)
+    done = {"windows_out": conv_windows} | dict(zip(written, after, strict=True))
+    return y, *(done[name] for name in ("windows_out", "state_out") if name in done)
 
 
 def _update_pallas(
     call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the one-token step over requests × channel blocks, in place on the pool."""
-    return _launch_conv(call, conv_state, {}, advance=True, interpret=interpret, thread_bytes=thread_bytes)
+    if call.slots.shape[0] == 0:
+        return jnp.zeros(call.x.shape, call.x.dtype), conv_state
+    inputs, plan = prepare_launch(call, tokens=1, advance=True, interpret=interpret, thread_bytes=thread_bytes)
+    y, conv_state = _run_conv(inputs, (conv_state,), plan=plan)
+    return y, conv_state

@@ -14,6 +14,11 @@ shared run of columns once:
 
 With `state_len` S columns of state per slot (S is K-1, or K in stacks that keep one column more), the buffer has
 D + S - 1 columns and the state after n accepted tokens is the slice `columns[n - 1 : n - 1 + S]`.
+
+The old columns are in the pool as well, so a buffer of the D new inputs alone says as much, storage "inputs":
+
+    after x1      last S columns of [h1 h2 h3 | x0 x1]      a chain
+    after x3      last S columns of [h1 h2 h3 | x0 x3]      a tree in which x3 follows x0
 """
 
 import dataclasses
@@ -22,10 +27,10 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 AxisOrder = Literal["time_major", "channel_major"]
-Storage = Literal["sliding", "dense"]
+Storage = Literal["sliding", "dense", "inputs"]
 
 AXIS_ORDERS: tuple[AxisOrder, ...] = ("time_major", "channel_major")
-STORAGES: tuple[Storage, ...] = ("sliding", "dense")
+STORAGES: tuple[Storage, ...] = ("sliding", "dense", "inputs")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -83,7 +88,8 @@ class ConvCacheSpec:
       dtype: "bfloat16", "float16" or "float32" (a dtype object is accepted and stored by name).
       axis_order: "time_major", (column, channel): a window is one contiguous run; or "channel_major",
         (channel, column).
-      storage: "sliding", the shared run of columns; or "dense", one whole window per draft token.
+      storage: "sliding", the shared run of columns; "dense", one whole window per draft token; or "inputs", the D new
+        inputs alone, which a commit reads together with the slot.
       state_len: columns of state per slot: K-1 (the default) or K. Stored as a number, so `dataclasses.replace` with
         another `width` has to give it again.
 
@@ -162,8 +168,11 @@ class ConvCacheSpec:
 
     @property
     def num_columns(self) -> int:
-        """Columns of one sliding row: D + S - 1, which is D + K - 2 with the default state length."""
-        return self.num_draft_tokens + self.state_columns - 1
+        """Columns of one row of inputs, D, or of a sliding one: D + S - 1, D + K - 2 with the default state length.
+
+        A dense row has one window per token instead; this is what a sliding row would have.
+        """
+        return self.num_draft_tokens + self.first_token_column
 
     def _entry(self, columns: int) -> tuple[int, int]:
         return (columns, self.conv_dim) if self.axis_order == "time_major" else (self.conv_dim, columns)
@@ -190,8 +199,11 @@ class ConvCacheSpec:
 
     @property
     def windows_shape(self) -> tuple[int, ...]:
-        """The verify buffer: sliding (L, R, D+S-1, conv_dim) or (L, R, conv_dim, D+S-1); dense (L, R, D, *window)."""
-        if self.storage == "sliding":
+        """The verify buffer: sliding (L, R, D+S-1, conv_dim) or (L, R, conv_dim, D+S-1); dense (L, R, D, *window).
+
+        With storage "inputs" (L, R, D, conv_dim) or (L, R, conv_dim, D).
+        """
+        if self.storage != "dense":
             return (self.num_layers, self.max_requests, *self._entry(self.num_columns))
         return (self.num_layers, self.max_requests, self.num_draft_tokens, *self.window_shape)
 
@@ -203,7 +215,7 @@ class ConvCacheSpec:
     @property
     def windows_axes(self) -> str:
         """Axis words of `windows_shape`."""
-        token = "" if self.storage == "sliding" else "token, "
+        token = "token, " if self.storage == "dense" else ""
         return f"layer, row, {token}{self.entry_axes}"
 
     @property
@@ -224,7 +236,7 @@ class ConvCacheSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one request's buffer row, all layers together."""
-        columns = self.num_columns if self.storage == "sliding" else self.num_draft_tokens * self.state_columns
+        columns = self.num_draft_tokens * self.state_columns if self.storage == "dense" else self.num_columns
         return self.num_layers * columns * self.conv_dim * self.item_bytes
 
     @property
@@ -240,9 +252,16 @@ class ConvCacheSpec:
     def window_columns(self, num_accepted_tokens: int) -> slice:
         """Columns of a sliding row that are the state after `num_accepted_tokens` (1 … D) tokens.
 
+        Raises:
+          ValueError: the count is out of range, or the storage is not "sliding".
+
         >>> ConvCacheSpec(1, 1, 1, 8, 4, 4).window_columns(2)
         slice(1, 4, None)
         """
+        if self.storage != "sliding":
+            raise ValueError(
+                f'`storage`: expected "sliding", got "{self.storage}". Only there a window is a slice of the row.'
+            )
         if not 1 <= num_accepted_tokens <= self.num_draft_tokens:
             raise ValueError(
                 f"`num_accepted_tokens`: expected 1 to num_draft_tokens = {self.num_draft_tokens}, "
@@ -252,8 +271,8 @@ class ConvCacheSpec:
 
     @property
     def first_token_column(self) -> int:
-        """Column of a sliding row that holds x_0; the columns before it are the state without its oldest column."""
-        return self.state_columns - 1
+        """Column that holds x_0: 0 in a row of inputs; in a sliding one behind the state without its oldest column."""
+        return 0 if self.storage == "inputs" else self.state_columns - 1
 
 
 def use_storage(topk: int, parents: Any = None) -> Storage:

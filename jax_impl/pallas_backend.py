@@ -270,6 +270,90 @@ def _thread_pointers(tile: Any, channels: int, pitch: int, vector: int) -> list[
     return places
 
 
+def load_either(
+    first: tuple[Any, tuple[Any, ...]],
+    second: tuple[Any, tuple[Any, ...]],
+    take_second: jax.Array,
+    channels: int,
+    vector: int,
+    interpret: bool,
+) -> jax.Array:
+    """One run of channels `(channels,)` out of one of two arrays, each given as a ref and the index of the run in it.
+
+    The address is chosen, not the value, so the other array is not read. Channels may be strided in either.
+    """
+    if interpret:
+        return jnp.where(take_second, second[0][second[1]], first[0][first[1]])
+    layout = plgpu.Layout.WG_STRIDED((channels,), vec_size=vector)
+    of_run = plgpu.ShapeDtypeStruct((channels,), first[0].dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout), return_type=of_run)
+    def read(_: Any, one: Any, other: Any, choice: Any) -> Any:
+        element, take_other = ir.MemRefType(one.type).element_type, _is_set(choice)
+        pitches = [ir.MemRefType(tile.type).get_strides_and_offset()[0][0] for tile in (one, other)]
+        places = [
+            _thread_pointers(tile, channels, pitch, vector) for tile, pitch in zip((one, other), pitches, strict=True)
+        ]
+        registers = []
+        for here, there in zip(*places, strict=True):
+            place = arith.select(take_other, there, here)
+            if pitches == [1, 1]:
+                registers.append(_load(place, 0, vector, element, False))
+                continue
+            lanes = [
+                arith.select(
+                    take_other, _offset(there, lane * pitches[1], element), _offset(here, lane * pitches[0], element)
+                )
+                for lane in range(vector)
+            ]
+            registers.append(_vector([_extract(_load(lane, 0, 1, element, False), 0) for lane in lanes]))
+        return _fragment(registers, layout)
+
+    return read(first[0].at[first[1]], second[0].at[second[1]], _uniform(take_second, layout))
+
+
+def choose_runs(
+    link: jax.Array, candidates: Sequence[Sequence[jax.Array]], vector: int, interpret: bool
+) -> list[jax.Array]:
+    """The runs of candidate number `link + 1`, of the first for a link outside; candidates have equally many."""
+    if interpret or len(candidates) == 1:
+        chosen = list(candidates[0])
+        for number, candidate in enumerate(candidates[1:]):
+            chosen = [jnp.where(link == number, b, a) for a, b in zip(chosen, candidate, strict=True)]
+        return chosen
+    layout = plgpu.Layout.WG_STRIDED(candidates[0][0].shape, vec_size=vector)
+    kinds = [plgpu.ShapeDtypeStruct(one.shape, one.dtype, layout=layout) for one in candidates[0]]
+    flat, size = [run for candidate in candidates for run in candidate], len(kinds)
+
+    @plgpu.inline_mgpu(arg_types=(layout, *[layout] * len(flat)), return_type=kinds)
+    def pick(_: Any, number: Any, *runs: Any) -> list[Any]:
+        index = _extract(number.registers[0], 0)
+        chosen = [run.registers for run in runs[:size]]
+        for candidate in range(1, len(candidates)):
+            wanted = arith.constant(ir.IntegerType.get_signless(32), candidate - 1)
+            is_it = arith.cmpi(arith.CmpIPredicate.eq, index, wanted)
+            others = [run.registers for run in runs[candidate * size : (candidate + 1) * size]]
+            chosen = [
+                [arith.select(is_it, there, here) for here, there in zip(one, other, strict=True)]
+                for one, other in zip(chosen, others, strict=True)
+            ]
+        return [_fragment(registers, layout) for registers in chosen]
+
+    return pick(_uniform(link, layout), *flat)
+
+
+def _uniform(value: jax.Array, layout: Any) -> jax.Array:
+    """A scalar as an array of equal int32, the form in which assembly takes it."""
+    spread = lax.broadcast(value.astype(jnp.int32), layout.to_mgpu().shape)
+    return plgpu.layout_cast(spread, layout)
+
+
+def _is_set(choice: Any) -> Any:
+    """Whether a `_uniform` value is not zero."""
+    word = _extract(choice.registers.flat[0], 0)
+    return arith.cmpi(arith.CmpIPredicate.ne, word, arith.constant(ir.IntegerType.get_signless(32), 0))
+
+
 def _load(pointer: Any, first: int, vector: int, element: Any, read_only: bool) -> Any:
     """`vector` elements from `first` elements behind `pointer`, in accesses of up to 16 bytes.
 

@@ -33,17 +33,15 @@ from jax_impl.conv import (
     check_x,
     layer_weight,
     live_requests,
-    load_state,
     no_bias,
     prepare_launch,
     put_state,
     round_to_state,
-    size_or_b,
-    store_entry,
     take_state,
     weighted_sum,
     without_invalid,
 )
+from jax_impl.entries import load_entry, store_entry
 from jax_impl.implementation import choose_implementation
 from jax_impl.layout import ConvCacheSpec, Problems
 
@@ -112,7 +110,8 @@ def causal_conv1d_prefill(
     if len(shape) == 3 and shape[1] >= 1:
         check_x(problems, x, "request, token, channel", (batch, shape[1], spec.conv_dim))
     elif isinstance(x, jax.Array | np.ndarray):
-        problems.add("x", f"request, token, channel = ({size_or_b(batch)}, T ≥ 1, {spec.conv_dim})", shape)
+        expected = checks.shape_text((batch, "T ≥ 1", spec.conv_dim))
+        problems.add("x", f"request, token, channel = {expected}", shape)
     problems.raise_if_any()
     assert call is not None
     chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
@@ -286,7 +285,8 @@ def _first_state(inputs: dict[str, Any], conv_state_out: Any, place: tuple[Any, 
     if "continues_in" not in inputs:
         return [nothing] * plan.spec.state_columns
     continues = inputs["continues_in"][request] != 0
-    found = load_state(conv_state_out, (*layer, slot), channels, plan=plan)
+    count = plan.spec.state_columns
+    found = load_entry(conv_state_out, (*layer, slot), channels, count, plan=plan, read_only=False)
     return [lax.select(lax.broadcast(continues, one.shape), one, nothing) for one in found]
 
 

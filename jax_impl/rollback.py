@@ -23,7 +23,7 @@ import numpy as np
 
 from jax_impl import checks
 from jax_impl.cache import ConvCache
-from jax_impl.commit import Group, check_groups, check_indices, run_commit
+from jax_impl.commit import Group, check_groups, check_indices, check_path, run_commit
 from jax_impl.layout import ConvCacheSpec, Problems, dtype_name
 
 
@@ -53,6 +53,7 @@ def commit_after_verify(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
 ) -> Any:
     """Rolls every state of a cache back to each request's accepted token, and snapshots a second set.
@@ -62,7 +63,7 @@ def commit_after_verify(
     Args:
       cache: a `ConvCache`, a pytree of them, or a `HybridCache`. Donate it to update in place.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
-        implementation: as in `commit_conv_state`.
+        accepted_path, implementation: as in `commit_conv_state`. Of step states, those of the path's last node.
       step_states: for a `HybridCache` with recurrent state, the states after each token: a pytree like
         `recurrent_state` of `[L, R, D, …]`.
       step_rows: int32 `[B]`, row of each request in `step_states`; None means `window_rows`. Step states that a verify
@@ -107,6 +108,7 @@ def commit_after_verify(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
+        accepted_path=accepted_path,
     )
     of_steps = rows if step_rows is None else checks.index_array(problems, "step_rows", step_rows, batch)
     checks.implementation_name(problems, implementation)
@@ -130,6 +132,7 @@ def commit_after_verify(
         like=conv[0].spec if conv else None,
         shares_rows=window_rows is not None and step_rows is None,
     )
+    check_path(problems, call, [*conv, *(group for group, _ in recurrent)])
     problems.raise_if_any()
     assert call is not None
     committed = run_commit(call, [*conv, *(group for group, _ in recurrent)], implementation)
@@ -150,6 +153,7 @@ def commit_recurrent_state(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
     layer_axis: bool = True,
     implementation: checks.Implementation | None = None,
 ) -> Any:
@@ -161,8 +165,8 @@ def commit_recurrent_state(
       state: pool `[L, C, …]` of bfloat16, float16 or float32 with any trailing shape, or a pytree of such pools. Donate
         it to update in place.
       step_states: `[L, R, D, …]`, states after each of the D tokens of a request; a pytree like `state`.
-      state_indices, num_accepted_tokens, num_valid_tokens, null_slot, track_indices, track_num_tokens, implementation:
-        as in `commit_conv_state`, with the same skip rules.
+      state_indices, num_accepted_tokens, num_valid_tokens, null_slot, track_indices, track_num_tokens, accepted_path,
+        implementation: as in `commit_conv_state`, with the same skip rules; of a path the last node counts.
       window_rows: int32 `[B]`, row of each request in `step_states`; None means row b for request b.
       layer_axis: False when each array is one layer's, `[C, …]` and `[R, D, …]`.
 
@@ -191,6 +195,7 @@ def commit_recurrent_state(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
+        accepted_path=accepted_path,
     )
     checks.implementation_name(problems, implementation)
     if not jax.tree.leaves(state):
@@ -205,6 +210,7 @@ def commit_recurrent_state(
         like=None,
         shares_rows=False,
     )
+    check_path(problems, call, [group for group, _ in groups])
     problems.raise_if_any()
     assert call is not None
     committed = run_commit(call, [group for group, _ in groups], implementation)

@@ -156,6 +156,13 @@ def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
     return _from_bits(written, array.dtype)
 
 
+def union(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Both arrays in one, where at least one of them has zero bits at every element."""
+    bits = _BITS[one.dtype.itemsize]
+    as_bits = [lax.bitcast_convert_type(array, bits) for array in (one, other)]
+    return lax.bitcast_convert_type(as_bits[0] | as_bits[1], one.dtype)
+
+
 def _needs_bits(dtype: jnp.dtype) -> bool:
     """Whether a copy must be of integers to keep NaN payloads.
 

@@ -99,7 +99,7 @@ def partition_specs(
     checks.spec_argument(spec)
     data, tensor = data_axis, tensor_axis
     entry = (None, tensor) if spec.axis_order == "time_major" else (tensor, None)
-    token = () if spec.storage == "sliding" else (None,)
+    token = (None,) if spec.storage == "dense" else ()
     return ConvPartitionSpecs(
         conv_state=P(None, data, *entry),
         conv_windows=P(None, data, *token, *entry),

@@ -1,9 +1,10 @@
 """The windowed gather: the state after each request's accepted tokens, read out of the verify buffer.
 
     sliding   window(n) = columns[n - 1 : n - 1 + S]        dense   window(n) = windows[n - 1]
+    inputs    window(n) = last S columns of [slot, inputs of the first n tokens]
 
-Reads `conv_windows`, writes nothing. A serving step commits without it; it is for inspection, for moving states between
-caches, and for engines that keep their own scatter.
+Reads `conv_windows`, with storage "inputs" the pool too, and writes nothing. A serving step commits without it; it is
+for inspection, for moving states between caches, and for engines that keep their own scatter.
 """
 
 from typing import Any
@@ -11,12 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_impl import checks, runs
+from jax_impl import checks, history, runs
 from jax_impl.layout import ConvCacheSpec, Problems
 
 
 def gather_windows(
-    conv_windows: jax.Array, num_accepted_tokens: Any, *, spec: ConvCacheSpec, window_rows: Any = None
+    conv_windows: jax.Array,
+    num_accepted_tokens: Any,
+    *,
+    spec: ConvCacheSpec,
+    window_rows: Any = None,
+    conv_state: jax.Array | None = None,
+    state_indices: Any = None,
+    null_slot: int | None = None,
+    accepted_path: Any = None,
 ) -> jax.Array:
     """Each request's state after its accepted tokens.
 
@@ -26,6 +35,9 @@ def gather_windows(
       spec: geometry.
       window_rows: int32 `[B]`, buffer row of each request; None means row b for request b. A row outside 0 … R-1 reads
         zeros.
+      conv_state, state_indices, null_slot: with storage "inputs" the pool, the slot of each request, int32 `[B]`, and
+        the padding slot: a slot outside the pool, or that one, reads zeros. Not given with other storages.
+      accepted_path: int32 `[B, D]`, nodes of a draft tree as in `commit_conv_state`; None is a chain.
 
     Returns:
       `[L, B, S, conv_dim]` (time_major) or `[L, B, conv_dim, S]` (channel_major), without L for one layer's buffer;
@@ -48,11 +60,30 @@ def gather_windows(
     problems = Problems()
     stacked = checks.cache_array(problems, "conv_windows", conv_windows, spec)
     accepted = checks.index_array(problems, "num_accepted_tokens", num_accepted_tokens, None)
-    rows = row_array(problems, window_rows, None if accepted is None else accepted.shape[0], spec)
+    batch = None if accepted is None else accepted.shape[0]
+    rows = row_array(problems, window_rows, batch, spec)
+    path, slots = accepted_path, None
+    if accepted_path is not None:
+        path = checks.index_array(problems, "accepted_path", accepted_path, batch, spec.num_draft_tokens)
+    if spec.storage == "inputs":
+        checks.cache_array(problems, "conv_state", conv_state, spec, stacked=stacked)
+        slots = checks.index_array(problems, "state_indices", state_indices, batch)
+    else:
+        given = {"conv_state": conv_state, "state_indices": state_indices, "null_slot": null_slot}
+        for name, value in given.items():
+            if value is not None:
+                problems.add(name, f'None with storage "{spec.storage}"', type(value).__name__, "Its rows hold it all.")
+    null = checks.null_slot_value(problems, null_slot)
     problems.raise_if_any()
     assert accepted is not None and rows is not None
     live = live_window(accepted, rows, None, spec=spec)
-    return take_windows(conv_windows, accepted, rows, live, spec=spec, stacked=bool(stacked))
+    if slots is None:
+        return take_windows(conv_windows, accepted, rows, live, path, spec=spec, stacked=bool(stacked))
+    assert conv_state is not None
+    within, columns = history.columns_after(accepted, history.entry_of(path), None, spec=spec)
+    live &= within & runs.live_slot(slots, null, spec=spec)
+    where = runs.Runs(spec, slots, live, of="state", stacked=bool(stacked))
+    return history.take_state_after(conv_state, conv_windows, where, rows, columns)
 
 
 def row_array(problems: Problems, window_rows: Any, batch: int | None, spec: ConvCacheSpec) -> jax.Array | None:
@@ -85,11 +116,16 @@ def take_windows(
     accepted: jax.Array,
     rows: jax.Array,
     live: jax.Array,
+    path: jax.Array | None = None,
+    valid: jax.Array | None = None,
     *,
     spec: ConvCacheSpec,
     stacked: bool,
 ) -> jax.Array:
-    """`gather_windows` on checked arguments."""
-    columns = spec.state_columns if spec.storage == "sliding" else None
-    where = runs.Runs(spec, rows, live, of="windows", stacked=stacked, starts=accepted - 1, num_columns=columns)
+    """`gather_windows` on checked arguments, of rows that hold whole windows."""
+    columns, first = spec.state_columns if spec.storage == "sliding" else None, accepted - 1
+    if path is not None:
+        within, first = history.token_after(accepted, history.entry_of(path), valid, spec=spec)
+        live &= within
+    where = runs.Runs(spec, rows, live, of="windows", stacked=stacked, starts=first, num_columns=columns)
     return runs.take(conv_windows, where)

@@ -280,8 +280,8 @@ class JaxPath(Path):
 
     def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
         taken = (x, conv_state, conv_windows, weight, bias)
-        arrays, (y, windows) = self._call("causal_conv1d_verify", "conv_windows", taken, options)
-        return np.asarray(y), np.asarray(windows), np.asarray(arrays[1])
+        arrays, (y, windows, *moved) = self._call("causal_conv1d_verify", "conv_windows", taken, options)
+        return np.asarray(y), np.asarray(windows), np.asarray(moved[0] if moved else arrays[1])
 
     def update(self, x: Any, conv_state: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
         _, (y, state) = self._call("causal_conv1d_update", "conv_state", (x, conv_state, weight, bias), options)
@@ -370,8 +370,8 @@ class TorchPath(Path):
 
     def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
         taken = (x, conv_state, conv_windows, weight, bias)
-        tensors, (y, windows) = self._call("causal_conv1d_verify", taken, options)
-        assert windows is tensors[2]
+        tensors, (y, windows, *moved) = self._call("causal_conv1d_verify", taken, options)
+        assert windows is tensors[2] and all(one is tensors[1] for one in moved)
         return _from_torch(y), _from_torch(windows), _from_torch(tensors[1])
 
     def update(self, x: Any, conv_state: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
