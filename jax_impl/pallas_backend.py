@@ -323,13 +323,13 @@ def choose_runs(
         return chosen
     layout = plgpu.Layout.WG_STRIDED(candidates[0][0].shape, vec_size=vector)
     kinds = [plgpu.ShapeDtypeStruct(one.shape, one.dtype, layout=layout) for one in candidates[0]]
-    flat, size = [run for candidate in candidates for run in candidate], len(kinds)
+    flat, size, count = [run for candidate in candidates for run in candidate], len(kinds), len(candidates)
 
     @plgpu.inline_mgpu(arg_types=(layout, *[layout] * len(flat)), return_type=kinds)
     def pick(_: Any, number: Any, *runs: Any) -> list[Any]:
         index = _extract(number.registers[0], 0)
         chosen = [run.registers for run in runs[:size]]
-        for candidate in range(1, len(candidates)):
+        for candidate in range(1, count):
             wanted = arith.constant(ir.IntegerType.get_signless(32), candidate - 1)
             is_it = arith.cmpi(arith.CmpIPredicate.eq, index, wanted)
             others = [run.registers for run in runs[candidate * size : (candidate + 1) * size]]

@@ -476,3 +476,82 @@ def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:
         jax.clear_caches()
     gathered = [size for op, size in instructions(program) if op.startswith("all-gather")]
     assert max(gathered) >= math.prod(spec.windows_shape)
+
+
+# --- inputs, trees, steps that resume ---------------------------------------------------------------------------------
+
+KINDS = ("chain", "kept", "tree", "resume", "resume-tree", "resume-kept")
+
+
+def verify_of(kind: str, spec: ConvCacheSpec, implementation: Any) -> Callable[..., Any]:
+    """A verify of layer 3 with pool, buffer and everything that the kind needs as arguments."""
+
+    def step(pool: Any, windows: Any, slots: Any, x: Any, weight: Any, links: Any, previous: Any) -> Any:
+        options: dict[str, Any] = {"num_valid_tokens": slots, "null_slot": 0, "layer": 3}
+        if "tree" in kind:
+            options["parents"] = links
+        if "resume" in kind:
+            options |= {"resume_tokens": slots, "resume_path": links if "tree" in kind else None}
+            options["resume_windows"] = previous if "kept" in kind else None
+        return causal_conv1d_verify(
+            None if "kept" in kind else x, pool, windows, weight, spec=spec, state_indices=slots, window_rows=slots,
+            implementation=implementation, **options,
+        )  # fmt: skip
+
+    return step
+
+
+@both_orders
+@pytest.mark.parametrize("storage", ["sliding", "dense", "inputs"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_every_kind_of_verify_is_in_place(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, axis_order: Any, storage: Any, kind: str, implementation: Any
+) -> None:
+    """One launch, no copy of pool or buffer; the pool is an output only where the slots are moved on."""
+    if "kept" in kind and storage != "inputs":
+        return
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    spec = ConvCacheSpec(6, 101, 301, 640, 4, 3, axis_order=axis_order, storage=storage)
+    index, links = ((9,), "int32"), ((9, 3), "int32")
+    shapes = [(spec.state_shape, spec.dtype), (spec.windows_shape, spec.dtype), index, ((9, 3, 640), "bfloat16")]
+    shapes += [((640, 4), "bfloat16"), links, (spec.windows_shape, spec.dtype)]
+    advances = "resume" in kind and storage == "inputs"
+    donate = [0, 1] if advances else [1]
+    program = compiled(verify_of(kind, spec, implementation), h200, *shapes, donate=donate)
+    memory, smallest = program.memory_analysis(), min(math.prod(spec.state_shape), math.prod(spec.windows_shape))
+    assert memory.alias_size_in_bytes >= spec.windows_bytes + advances * spec.state_bytes
+    assert memory.temp_size_in_bytes < spec.state_bytes / 5
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= smallest]
+    assert len(custom_calls(program)) == (implementation == "pallas")
+
+
+@both_orders
+@pytest.mark.parametrize("with_path", [False, True], ids=["chain", "path"])
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_a_commit_of_inputs_is_in_place(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, axis_order: Any, with_path: bool, implementation: Any
+) -> None:
+    """Both index sets in one launch, out of slot and row, in every storage in one call."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    storages: tuple[Any, ...] = ("inputs", "sliding", "dense")
+    specs = [ConvCacheSpec(6, 101, 9, 640, 4, 3, axis_order=axis_order, storage=one) for one in storages]
+
+    def step(pools: Any, buffers: Any, slots: Any, accepted: Any, path: Any) -> Any:
+        return commit_conv_state(
+            pools, buffers, slots, accepted, spec=specs, null_slot=0, num_valid_tokens=slots, track_indices=slots,
+            track_num_tokens=accepted, accepted_path=path if with_path else None, implementation=implementation,
+        )  # fmt: skip
+
+    here = jax.sharding.NamedSharding(h200, jax.sharding.PartitionSpec())
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=here)
+    pools, buffers = (
+        [array(getattr(one, name), one.dtype) for one in specs] for name in ("state_shape", "windows_shape")
+    )
+    index, path = array((9,), jnp.int32), array((9, 3), jnp.int32)
+    program = jax.jit(step, donate_argnums=0).lower(pools, buffers, index, index, path).compile()
+    memory, pool = program.memory_analysis(), math.prod(specs[0].state_shape)
+    assert memory.alias_size_in_bytes >= 3 * specs[0].state_bytes
+    assert memory.temp_size_in_bytes < specs[0].state_bytes / 5
+    assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+    assert len(custom_calls(program)) == (implementation == "pallas")
