@@ -551,6 +551,7 @@ def test_a_commit_of_inputs_is_in_place(
     index, path = array((9,), jnp.int32), array((9, 3), jnp.int32)
     program = jax.jit(step, donate_argnums=0).lower(pools, buffers, index, index, path).compile()
     memory, pool = program.memory_analysis(), math.prod(specs[0].state_shape)
+    assert memory is not None
     assert memory.alias_size_in_bytes >= 3 * specs[0].state_bytes
     assert memory.temp_size_in_bytes < specs[0].state_bytes / 5
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
