@@ -634,9 +634,13 @@ class Plan(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Scalars of one request in a kernel: what it reads, where its columns go, and whether it does."""
+    """Scalars of one request in a kernel: what it reads, where its columns go, and whether it does.
+
+    `inside` says that slot and row exist, which is all that an address waits for; `live` that nothing skips it.
+    """
 
     request: jax.Array
+    inside: jax.Array
     live: jax.Array
     layer: tuple[jax.Array, ...]
     slot: jax.Array
@@ -676,7 +680,7 @@ def _conv_kernel(
     if "x_in" in inputs:
         fresh = [read(inputs["x_in"], request, count=plan.tokens) for request in requests]
     else:
-        places = [(*safe_layer, jnp.where(one.live, one.row, jnp.int32(0))) for one in targets]
+        places = [(*safe_layer, jnp.where(one.inside, one.row, jnp.int32(0))) for one in targets]
         fresh = [
             load_entry(inputs["windows_in"], at, channels, plan.tokens, plan=plan, read_only=True) for at in places
         ]
@@ -704,7 +708,7 @@ def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, 
         spec=spec,
         null_slot=plan.null_slot,
     )
-    links = resume = places = None
+    inside, links, resume, places = live, None, None, None
     if "parents_in" in inputs:
         links = [inputs["parents_in"][request, token] for token in range(plan.tokens)]
         live &= history.links_hold(links, valid, spec=spec)
@@ -716,7 +720,7 @@ def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, 
         find = history.columns_after if spec.storage == "inputs" else history.token_after
         within, places = find(resume, entry, None, spec=spec)
         live &= within | (resume == 0)
-    return Target(request, live, layer, slot, row, valid, links, resume, places)
+    return Target(request, inside, live, layer, slot, row, valid, links, resume, places)
 
 
 def _load_history(
@@ -724,7 +728,7 @@ def _load_history(
 ) -> list[jax.Array]:
     """The S columns before a request's first token: its slot's, or those after the tokens that it resumes from."""
     spec, count = plan.spec, plan.spec.state_columns
-    slot, row = ((*layer, jnp.where(target.live, one, jnp.int32(0))) for one in (target.slot, target.row))
+    slot, row = ((*layer, jnp.where(target.inside, one, jnp.int32(0))) for one in (target.slot, target.row))
     pool = arrays["state_out"] if "state_out" in plan.written else arrays["state_in"]
     if target.resume is None:
         return load_entry(pool, slot, channels, count, plan=plan, read_only=not plan.advance)
@@ -760,7 +764,7 @@ def _convolve_request(
     plan: Plan,
 ) -> None:
     """Stores all that one request leaves: `loaded` are its state, its inputs, the taps and what the sums start from."""
-    from jax_impl.pallas_backend import choose_runs, span, store_runs, when
+    from jax_impl.pallas_backend import choose_runs, span, store_runs, when, zero_unless
 
     spec, tokens, how, history_len = plan.spec, plan.tokens, (plan.vector, plan.interpret), plan.spec.width - 1
     state, x, taps, start = loaded
@@ -783,7 +787,7 @@ def _convolve_request(
         total = weighted_sum(inputs_of[token], taps, start)
         y = activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
         kept = target.live if target.valid is None else target.live & (target.valid > token)
-        outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
+        outputs[token] = zero_unless(kept, y, *how)
     store_runs(y_out, (target.request, span(0, tokens), channels), outputs, *how)
 
 

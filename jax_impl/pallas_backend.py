@@ -342,6 +342,22 @@ def choose_runs(
     return pick(_uniform(link, layout), *flat)
 
 
+def zero_unless(kept: jax.Array, value: jax.Array, vector: int, interpret: bool) -> jax.Array:
+    """A run as it is where the scalar `kept` is set, else zeros; chosen by whole registers."""
+    if interpret:
+        return jnp.where(kept, value, jnp.zeros_like(value))
+    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=vector)
+    kind = plgpu.ShapeDtypeStruct(value.shape, value.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, layout), return_type=kind)
+    def pick(_: Any, choice: Any, values: Any, nothing: Any) -> Any:
+        is_kept = _is_set(choice)
+        pairs = zip(values.registers.flat, nothing.registers.flat, strict=True)
+        return _fragment([arith.select(is_kept, one, zero) for one, zero in pairs], layout)
+
+    return pick(_uniform(kept, layout), value, zeros(value.shape[0], value.dtype, vector, interpret))
+
+
 def _uniform(value: jax.Array, layout: Any) -> jax.Array:
     """A scalar as an array of equal int32, the form in which assembly takes it."""
     spread = lax.broadcast(value.astype(jnp.int32), layout.to_mgpu().shape)

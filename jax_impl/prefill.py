@@ -243,7 +243,7 @@ def _convolve_chunk(
     is_first: bool,
 ) -> None:
     """y of a chunk that holds at least one token of a live prompt; the first chunk also writes the slot."""
-    from jax_impl.pallas_backend import load_runs, span, store_runs
+    from jax_impl.pallas_backend import load_runs, span, store_runs, zero_unless
 
     (request, slot, layer, length, start, channels), spec = place, plan.spec
     how, history = (plan.vector, plan.interpret), spec.width - 1
@@ -272,7 +272,7 @@ def _convolve_chunk(
         total = weighted_sum(columns[token : token + spec.width], taps, offset)
         y = activate_in_kernel(total, plan=plan).astype(plan.y_dtype)
         kept = start + token < length
-        outputs[token] = lax.select(lax.broadcast(kept, y.shape), y, jnp.zeros_like(y))
+        outputs[token] = zero_unless(kept, y, *how)
     store_runs(y_out, (request, span(start, plan.tokens), channels), outputs, *how)
 
 
