@@ -630,32 +630,79 @@ def torch_cpu(torch_ref: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             done.append("replay")
 
     class Capture:
-        def __init__(self, graph: Graph) -> None:
-            done.append("capture")
+        def __init__(self, graph: Graph, *, pool: Any, capture_error_mode: str) -> None:
+            done.append(f"capture {capture_error_mode}")
 
         def __enter__(self) -> None: ...
 
         def __exit__(self, *error: object) -> None:
+            if torch.bench_failures:
+                raise torch.bench_failures.pop()
             done.append("captured")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    class Generator:
+        device, initial_seed = "cpu", staticmethod(lambda: 7)
+
+        def graphsafe_set_state(self, state: torch.Generator) -> None:
+            done.append(f"generator {state.initial_seed()}")
+
+    fakes = {
+        "synchronize": lambda: done.append("wait"),
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "graph_pool_handle": lambda: (0, 1),
+        "current_device": lambda: 0,
+        "current_stream": lambda: "stream",
+        "set_stream": done.append,
+        "default_generators": [Generator()],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    fresh = type("Generator", (torch.Generator,), {"graphsafe_get_state": lambda self: self})
+    monkeypatch.setattr(torch, "Generator", fresh)
+    for name in ("endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(
+            torch._C, f"_cuda_{name}", lambda *of, name=name: done.append(f"{name} {of}"), raising=False
+        )
+    torch.bench_failures = []
     torch.bench_done = done
     yield torch
-    del torch.bench_done
+    del torch.bench_done, torch.bench_failures
 
 
 def test_a_graph_is_warmed_up_captured_and_replayed(torch_cpu: Any) -> None:
     calls = []
     subject = subjects.replayed(calls.append, 4)
     assert calls == [0, 3, 0, 1, 2, 3]
-    assert torch_cpu.bench_done == ["wait", "capture", "captured"]
+    assert torch_cpu.bench_done == ["wait", "capture thread_local", "captured"]
     subject.run(2)
     assert torch_cpu.bench_done[3:] == ["replay", "replay", "wait"]
     assert (subject.calls, subject.facts, subject.alone) == (4, {"launches": 1.0}, None)
     subject = subjects.replayed(calls.append, 4, steps=1)
     assert (subject.calls, subject.facts, subject.alone) == (1, {"launches": 4.0}, subject.run)
+
+
+UNDONE = ["stream", "wait", "endAllocateToPool (0, (0, 1))", "releasePool (0, (0, 1))", "generator 7"]
+
+
+def test_a_capture_that_fails_is_tried_once_more(torch_cpu: Any) -> None:
+    """What torch leaves behind is undone before; what the first attempt made is not kept."""
+    torch_cpu.bench_failures = [RuntimeError("capture")]
+    subject = subjects.replayed(lambda call: call, 3)
+    assert torch_cpu.bench_done == [
+        *["wait", "capture thread_local", *UNDONE],
+        *["wait", "capture thread_local", "captured"],
+    ]
+    assert subject.keep[1] == [0, 1, 2]
+
+
+def test_a_capture_that_fails_twice_is_recorded_and_undone(torch_cpu: Any) -> None:
+    """The row says so, and nothing of it is left for the next subject."""
+    torch_cpu.bench_failures = [RuntimeError("second"), RuntimeError("first")]
+    row = measure.identity("commit", SPEC, 2)
+    row = measure.fill(row, {"triton": lambda: subjects.replayed(lambda call: call, 3)}, measure.Options([2]))
+    assert row["errors"] == {"triton": "RuntimeError: second"}
+    assert torch_cpu.bench_done == ["wait", "capture thread_local", *UNDONE] * 2
 
 
 @pytest.mark.parametrize("kernel", [False, True])
