@@ -36,6 +36,10 @@ Activation = Literal["silu"]
 # Bytes of one thread per run of channels in the kernels. With 16, a thread keeps so many columns in registers that too
 # few threads are resident to hide the memory's latency; 8 gain nothing over 4 at any batch size.
 THREAD_BYTES = 4
+# The same for verify in channel_major, from so many columns of a row on. There the columns of a thread's channels are
+# one run of memory, stored in pieces as wide as its length allows: with 4 bytes a thread the 10 columns of K = 4, D = 8
+# go out 8 bytes at a time; with 8 bytes, 16 at a time, in half as many transactions.
+CHANNEL_MAJOR_THREAD_BYTES = {1: 4, 8: 8}
 # Grid points from which on one of them takes two requests: four for each of an H200's 132 multiprocessors, or all that
 # fit at once in channel_major, whose kernel needs more registers.
 FULL_GRID = {"time_major": 528, "channel_major": 2112}
@@ -614,6 +618,13 @@ def store_entry(
         )
 
 
+def default_thread_bytes(spec: ConvCacheSpec, *, advance: bool) -> int:
+    """Bytes of one thread per run of channels, from the tables above."""
+    if advance or spec.axis_order == "time_major" or spec.storage == "dense":
+        return THREAD_BYTES
+    return next(size for least, size in reversed(CHANNEL_MAJOR_THREAD_BYTES.items()) if spec.num_columns >= least)
+
+
 def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -> int:
     """Requests that one grid point takes: two when the batch is even and enough grid points remain, else one."""
     two = batch % 2 == 0 and batch // 2 * blocks >= FULL_GRID[axis_order] and columns <= MAX_PAIRED_COLUMNS
@@ -626,24 +637,26 @@ def prepare_launch(
     tokens: int,
     advance: bool,
     interpret: bool,
-    thread_bytes: int = THREAD_BYTES,
+    thread_bytes: int | None = None,
     pair_requests: bool = True,
 ) -> tuple[dict[str, jax.Array], Plan]:
     """What every convolution kernel reads besides pool and buffer, and what is static about its launch.
 
-    `tokens` are those of one grid point; with `pair_requests` it may take two requests.
+    `tokens` are those of one grid point; with `pair_requests` it may take two requests. `thread_bytes` None takes
+    `default_thread_bytes`.
     """
     from jax_impl import pallas_backend
 
     spec, (batch, _, dim) = call.spec, call.x.shape
     item_bytes = max(spec.item_bytes, call.x.dtype.itemsize)
+    thread_bytes = thread_bytes or default_thread_bytes(spec, advance=advance)
     block, vector = pallas_backend.block_of(dim, item_bytes, thread_bytes)
     inputs = {"x_in": call.x, "slots_in": call.slots, "taps_in": call.weight.taps}
     if call.weight.bias is not None:
         inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
         inputs["layer_in"] = call.layer.reshape(1)
-    columns = spec.width - 1 + tokens
+    columns = (spec.width - 1 + tokens) * max(1, thread_bytes // THREAD_BYTES)  # in registers of THREAD_BYTES
     plan = Plan(
         spec=spec,
         tokens=tokens,
@@ -668,7 +681,7 @@ def _launch_conv(
     *,
     advance: bool,
     interpret: bool,
-    thread_bytes: int,
+    thread_bytes: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     spec, (batch, tokens, _) = call.spec, call.x.shape
     if batch == 0 or (spec.max_requests == 0 and not advance):
@@ -703,7 +716,7 @@ def _verify_pallas(
     valid: jax.Array | None,
     *,
     interpret: bool,
-    thread_bytes: int = THREAD_BYTES,
+    thread_bytes: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches verify over requests × channel blocks. `thread_bytes` is for tests and measurements."""
     extra = {"state_in": conv_state}
@@ -715,7 +728,7 @@ def _verify_pallas(
 
 
 def _update_pallas(
-    call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
+    call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the one-token step over requests × channel blocks, in place on the pool."""
     return _launch_conv(call, conv_state, {}, advance=True, interpret=interpret, thread_bytes=thread_bytes)

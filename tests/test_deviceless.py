@@ -29,6 +29,7 @@ from jax_impl import (
     causal_conv1d_verify,
     commit_after_verify,
     commit_conv_state,
+    conv,
     gather_windows,
     sharding,
 )
@@ -95,6 +96,9 @@ def assert_in_place(program: Any, spec: ConvCacheSpec) -> None:
     assert memory.temp_size_in_bytes < spec.state_bytes / 100
     pool = math.prod(spec.state_shape)
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+
+
+STORE = re.compile(r"st\.global(?:\.v(\d))?\.[bfu](\d+)")
 
 
 def custom_calls(program: Any) -> list[str]:
@@ -317,6 +321,35 @@ def test_verify_in_every_layer_is_in_place(
     one_layer = math.prod(spec.state_shape[1:])
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= one_layer]
     assert len(custom_calls(program)) == (implementation == "pallas")
+
+
+# Bytes of a piece by bytes of a thread, for rows of 2, 5, 10 and 19 columns.
+PIECES = {4: (8, 4, 8, 4), 8: (16, 8, 16, 8), 16: (16, 16, 16, 16)}
+
+
+@pytest.mark.parametrize("thread_bytes", PIECES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_stored_in_the_widest_pieces(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], dtype: str, thread_bytes: int
+) -> None:
+    """Channel-major verify, as the text of its kernel says: as many stores as the row has pieces, beside those of y."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setattr(conv, "default_thread_bytes", lambda *_, **__: thread_bytes)
+    for (width, tokens), piece in zip(((3, 1), (4, 3), (5, 7), (4, 17)), PIECES[thread_bytes], strict=True):
+        spec = ConvCacheSpec(2, 7, 6, 1024, width, tokens, dtype, "channel_major")
+
+        def step(windows: Any, pool: Any, x: Any, weight: Any, slots: Any, spec: ConvCacheSpec = spec) -> Any:
+            options: dict[str, Any] = {"spec": spec, "state_indices": slots, "layer": 1, "implementation": "pallas"}
+            return causal_conv1d_verify(x, pool, windows, weight, **options)[::-1]
+
+        jax.clear_caches()
+        capfd.readouterr()
+        arrays = [(spec.windows_shape, dtype), (spec.state_shape, dtype), ((6, tokens, 1024), dtype)]
+        program = compiled(step, h200, *arrays, ((1024, width), dtype), ((6,), "int32"))
+        assert program.memory_analysis().alias_size_in_bytes >= spec.windows_bytes
+        stores = [int(count or 1) * int(bits) // 8 for count, bits in STORE.findall(capfd.readouterr().out)]
+        run_bytes = spec.num_columns * thread_bytes
+        assert sorted(stores) == sorted([thread_bytes] * tokens + [piece] * (run_bytes // piece))
 
 
 @both_orders

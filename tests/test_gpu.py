@@ -299,7 +299,7 @@ def test_past_two_to_the_thirty_two(axis_order: Any, implementation: Any) -> Non
 
 
 def test_a_failed_capture_leaves_nothing_behind() -> None:
-    """Waiting for a stream that is captured makes the capture invalid; the next attempt captures, and random numbers work."""
+    """Waiting for a captured stream ends the capture in an error; the next attempt captures, random numbers work."""
     adapters.path("torch-triton-gpu")
     import torch
 
