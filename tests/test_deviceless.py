@@ -33,6 +33,7 @@ from jax_impl import (
     gather_windows,
     sharding,
 )
+from jax_impl.bench import mesh, step, subjects
 from jax_impl.layout import ConvCacheSpec
 from tests import mesh_cases
 from tests.cases import DTYPES, both_orders, both_storages
@@ -481,6 +482,28 @@ def test_on_many_gpus_no_operation_communicates(
                 assert program.memory_analysis().alias_size_in_bytes >= spec.state_bytes // mesh.size, name
                 shard = math.prod(spec.state_shape) // mesh.size
                 assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= shard], name
+
+
+@both_orders
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> None:
+    """Every turn is the kernels on a rank's own shards, in place; what is carried keeps its division."""
+    of = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")).reshape(sizes), ("data", "tensor"))
+    spec = mesh.global_spec(ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order), sizes)
+    divided = mesh.shardings(spec, of)
+    shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(spec, 5, sizes[0], "all")))
+    arguments = jax.tree.map(lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, divided)
+    with jax.set_mesh(of):
+        again = subjects.repeated(step.carrying_y(mesh.sharded_step(spec, of, "pallas")), mesh.LOOPS)
+        lowered = jax.jit(again, donate_argnums=0).lower((arguments[0], arguments[1]), *arguments[1:])
+    program: Any = lowered.compile()
+    assert len(custom_calls(program)) == spec.num_layers + 1
+    assert not mesh_cases.COLLECTIVES.search(program.as_text())
+    memory, ranks = program.memory_analysis(), sizes[0] * sizes[1]
+    assert memory.alias_size_in_bytes >= (spec.state_bytes + spec.windows_bytes) / ranks
+    assert memory.temp_size_in_bytes < spec.state_bytes / ranks / 100
+    for one, on in zip(jax.tree.leaves(program.output_shardings), jax.tree.leaves(divided[:2]), strict=True):
+        assert one.is_equivalent_to(on, 4)
 
 
 def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:

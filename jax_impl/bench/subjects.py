@@ -122,13 +122,20 @@ def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementati
     return looped(commits, jnp.copy(cache.conv_state), arguments, case.calls)
 
 
-def looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], calls: int) -> Subject:
-    """A program that applies `body`, `calls` calls, LOOPS times to `carried`, which is donated from round to round."""
+def repeated(body: Callable[..., Any], loops: int = LOOPS) -> Callable[..., Any]:
+    """`body(carried, *arguments)` applied `loops` times to what it returns."""
 
     def run(carried: Any, *arguments: Any) -> Any:
-        return jax.lax.fori_loop(0, LOOPS, lambda _, value: body(value, *arguments), carried)
+        return jax.lax.fori_loop(0, loops, lambda _, value: body(value, *arguments), carried)
 
-    compiled, facts = compiled_with_facts(run, (carried, *arguments), (0,), calls * LOOPS)
+    return run
+
+
+def looped(
+    body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], calls: int, loops: int = LOOPS
+) -> Subject:
+    """A program that applies `body`, `calls` calls, `loops` times to `carried`, donated from round to round."""
+    compiled, facts = compiled_with_facts(repeated(body, loops), (carried, *arguments), (0,), calls * loops)
     held = [carried]
 
     def rounds_of(rounds: int) -> None:
@@ -136,7 +143,7 @@ def looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], c
             held[0] = compiled(held[0], *arguments)
         jax.block_until_ready(held[0])
 
-    return Subject(rounds_of, calls * LOOPS, facts)
+    return Subject(rounds_of, calls * loops, facts)
 
 
 def compiled_with_facts(
