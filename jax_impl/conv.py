@@ -37,6 +37,10 @@ Activation = Literal["silu"]
 # Bytes of one thread per run of channels in the kernels. With 16, a thread keeps so many columns in registers that too
 # few threads are resident to hide the memory's latency; 8 gain nothing over 4 at any batch size.
 THREAD_BYTES = 4
+# The same for verify in channel_major, from so many columns of a row on. There the columns of a thread's channels are
+# one run of memory, stored in pieces as wide as its length allows: with 4 bytes a thread the 10 columns of K = 4, D = 8
+# go out 8 bytes at a time; with 8 bytes, 16 at a time, in half as many transactions.
+CHANNEL_MAJOR_THREAD_BYTES = {1: 4, 8: 8}
 # Grid points from which on one of them takes two requests: four for each of an H200's 132 multiprocessors, or all that
 # fit at once in channel_major, whose kernel needs more registers.
 FULL_GRID = {"time_major": 528, "channel_major": 2112}
@@ -835,6 +839,13 @@ def activate_in_kernel(total: jax.Array, *, plan: Plan) -> jax.Array:
     return activate(total, plan.activation)
 
 
+def default_thread_bytes(spec: ConvCacheSpec, *, advance: bool) -> int:
+    """Bytes of one thread per run of channels, from the tables above."""
+    if advance or spec.axis_order == "time_major" or spec.storage == "dense":
+        return THREAD_BYTES
+    return next(size for least, size in reversed(CHANNEL_MAJOR_THREAD_BYTES.items()) if spec.num_columns >= least)
+
+
 def requests_per_block(batch: int, blocks: int, columns: int, axis_order: str) -> int:
     """Requests that one grid point takes: two when the batch is even and enough grid points remain, else one."""
     two = batch % 2 == 0 and batch // 2 * blocks >= FULL_GRID[axis_order] and columns <= MAX_PAIRED_COLUMNS
@@ -847,18 +858,20 @@ def prepare_launch(
     tokens: int,
     advance: bool,
     interpret: bool,
-    thread_bytes: int = THREAD_BYTES,
+    thread_bytes: int | None = None,
     pair_requests: bool = True,
     written: tuple[str, ...] = ("state_out",),
 ) -> tuple[dict[str, jax.Array], Plan]:
     """What every convolution kernel reads besides pool and buffer, and what is static about its launch.
 
-    `tokens` are those of one grid point; with `pair_requests` it may take two requests.
+    `tokens` are those of one grid point; with `pair_requests` it may take two requests. `thread_bytes` None takes
+    `default_thread_bytes`.
     """
     from jax_impl import pallas_backend
 
     spec, batch, dim = call.spec, call.slots.shape[0], call.spec.conv_dim
     y_dtype = jnp.dtype(spec.dtype) if call.x is None else call.x.dtype
+    thread_bytes = thread_bytes or default_thread_bytes(spec, advance=advance)
     block, vector = pallas_backend.block_of(dim, max(spec.item_bytes, y_dtype.itemsize), thread_bytes)
     inputs = {"slots_in": call.slots, "taps_in": call.weight.taps}
     if call.x is not None:
@@ -867,7 +880,7 @@ def prepare_launch(
         inputs["bias_in"] = call.weight.bias[..., None, :]  # one run, like a tap
     if call.layer is not None:
         inputs["layer_in"] = call.layer.reshape(1)
-    columns = spec.width - 1 + tokens
+    columns = (spec.width - 1 + tokens) * max(1, thread_bytes // THREAD_BYTES)  # in registers of THREAD_BYTES
     plan = Plan(
         spec=spec,
         tokens=tokens,
@@ -917,7 +930,7 @@ def _verify_pallas(
     drafts: Drafts = Drafts(),
     *,
     interpret: bool,
-    thread_bytes: int = THREAD_BYTES,
+    thread_bytes: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Launches verify over requests × channel blocks. `thread_bytes` is for tests and measurements."""
     spec, batch = call.spec, call.slots.shape[0]
@@ -953,7 +966,7 @@ def _verify_pallas(
 
 
 def _update_pallas(
-    call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int = THREAD_BYTES
+    call: Call, conv_state: jax.Array, *, interpret: bool, thread_bytes: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the one-token step over requests × channel blocks, in place on the pool."""
     if call.slots.shape[0] == 0:

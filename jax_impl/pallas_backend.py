@@ -195,8 +195,9 @@ def load_columns(
 ) -> list[jax.Array]:
     """Reads the contiguous (channel, column) tile `ref[index]` and returns its columns, each `(channels,)`.
 
-    A thread reads the whole columns of its `vector` neighbouring channels as full-width accesses and sorts them in
-    registers. Reading column by column instead would touch every 32-byte sector once per column.
+    A thread reads the whole columns of its `vector` neighbouring channels, one run of memory, in the widest accesses it
+    can be cut into (`run_piece`) and sorts them in registers. Reading column by column instead would touch every
+    32-byte sector once per column.
     """
     channels, columns = shape
     if interpret:
@@ -208,10 +209,10 @@ def load_columns(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[of_column] * columns)
     def read(_: Any, tile: Any) -> list[Any]:
         element = ir.MemRefType(tile.type).element_type
-        registers: list[list[Any]] = [[] for _ in range(columns)]
+        piece, registers = run_piece(vector * columns, ref.dtype.itemsize), [[] for _ in range(columns)]
         for place in _thread_pointers(tile, channels, columns, vector):
-            wide = [_load(place, k * vector, vector, element, read_only) for k in range(columns)]
-            flat = [_extract(value, lane) for value in wide for lane in range(vector)]
+            wide = [_load(place, first, piece, element, read_only) for first in range(0, vector * columns, piece)]
+            flat = [_extract(value, lane) for value in wide for lane in range(piece)]
             for column in range(columns):
                 registers[column].append(_vector([flat[lane * columns + column] for lane in range(vector)]))
         return [_fragment(one, layout) for one in registers]
@@ -229,13 +230,26 @@ def store_columns(ref: Any, index: tuple[Any, ...], columns: Sequence[jax.Array]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(columns)))
     def write(_: Any, tile: Any, *values: Any) -> None:
-        element = ir.MemRefType(tile.type).element_type
+        element, piece = ir.MemRefType(tile.type).element_type, run_piece(vector * len(values), ref.dtype.itemsize)
         for number, place in enumerate(_thread_pointers(tile, channels, len(values), vector)):
             flat = [_extract(value.registers[number], lane) for lane in range(vector) for value in values]
-            for k in range(len(values)):
-                llvm.store(_vector(flat[k * vector : (k + 1) * vector]), _offset(place, k * vector, element))
+            for first in range(0, len(flat), piece):
+                llvm.store(_vector(flat[first : first + piece]), _offset(place, first, element))
 
     write(ref.at[index], *columns)
+
+
+def run_piece(elements: int, item_bytes: int) -> int:
+    """Elements of one access to a thread's run of so many: the most bytes, a power of two up to 16, that divide it.
+
+    The threads' runs follow each other from a multiple of 128 elements on, so all accesses are aligned. Each store is a
+    transaction for every sector it touches, and neighbouring threads' stores lie a run apart: wide ones are fewer.
+
+    >>> run_piece(2 * 3, 2), run_piece(2 * 10, 2), run_piece(4 * 10, 2), run_piece(3, 4)
+    (2, 4, 8, 1)
+    """
+    run_bytes = elements * item_bytes
+    return min(VECTOR_BYTES, run_bytes & -run_bytes) // item_bytes
 
 
 def store_column(

@@ -573,17 +573,22 @@ def test_bench_on_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     make_mesh((2, 1))
     monkeypatch.setattr(timing, "QUEUE_SECONDS", 0.001)
+    monkeypatch.setattr(timing, "TARGET_SECONDS", 0.001)
     local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
     (row,) = mesh.rows(local, (2, 1), [3], 2, "all", compare=True, implementation="xla")
     assert "errors" not in row, row
-    assert row["throughput"] == pytest.approx(2 / row["step_ratio"], abs=1e-3)
+    times = {"device": lambda of: of["median_us"], "wall": lambda of: of["wall"]["median_us"]}
+    for kind, of in times.items():
+        assert row["step_ratio"][kind] == pytest.approx(of(row["all"]) / of(row["one"]), abs=1e-3)
+        assert row["throughput"][kind] == pytest.approx(2 * of(row["one"]) / of(row["all"]), abs=1e-3)
     assert (row["conv_dim"], row["num_slots"], row["batch"]) == (24, 14, 3)
     environment = {"device": "d", "driver": "1", "versions": {"jax": "0"}, "date": "2026-01-01"}
     path = tmp_path / report.file_name("2026-01-01", ["mesh"])
     report.write(path, {"environment": environment, "preset": "p", "tp": 1, "points": [row]})
     assert report.results_files(tmp_path) == [path]
     assert f"| time_major | 2 | 1 | 4 | 3 | {row['one']['median_us']:.1f} |" in report.table(path)
-    assert f"step ratio {row['step_ratio']:.3f}" in measure.line(row)
+    for kind in times:
+        assert f"{kind}: step ratio {row['step_ratio'][kind]:.3f}" in measure.line(row)
     assert main(["bench", "--mesh", "tensor=2"]) == 0
     assert capsys.readouterr().out.count("data=1 tensor=2") == 2
 

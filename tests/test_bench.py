@@ -227,6 +227,28 @@ def test_a_subject_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
     assert measure.line(row).endswith("  xla FAILED RuntimeError: RESOURCE_EXHAUSTED: out of memory")
 
 
+def test_a_chained_step_is_not_compared_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = fixed(monkeypatch, {"pallas_unrolled": 4.0, "pallas_chained": 3.0, "copy_driver": 2.0})
+    row = measure.fill(measure.identity("step", SPEC, 4), makers, measure.Options([4]))
+    assert row["pallas_unrolled"]["copy_fraction"] == 0.5
+    assert "copy_fraction" not in row["pallas_chained"]
+
+
+def test_a_chained_step_that_loses_y_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    real = comparing.whole_step
+
+    def wrong(form: Any, *of: Any, **options: Any) -> Any:
+        one = real(form, *of, **options)
+        return (lambda caches, x, *more: one(caches, x * 2, *more)) if form == "chained" else one
+
+    monkeypatch.setattr(comparing, "whole_step", wrong)
+    monkeypatch.setattr(comparing, "_kernel", lambda: "xla")
+    (point,) = comparing.small("step", "time_major")
+    assert not comparing.check(point)
+    said = [line for line in capsys.readouterr().out.splitlines() if "DIFFERENT" in line]
+    assert [line.partition("xla ")[2] for line in said] == ["chained: DIFFERENT pool, buffer, last y"]
+
+
 def test_only_the_wanted_subjects_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     makers = fixed(monkeypatch, {"pallas_scan": 4.0, "pallas_unrolled": 3.0, "copy_driver": 2.0})
     makers["xla_scan"] = exhausted
@@ -584,7 +606,7 @@ def test_the_timed_prefills_make_every_call(bodies: list[Any], axis_order: Any) 
     assert_same_bits(np.asarray(pool), expected)
 
 
-@pytest.mark.parametrize("form", step.FORMS)
+@pytest.mark.parametrize("form", step.TIMED)
 def test_the_timed_step_runs_looped_and_alone(form: Any) -> None:
     cache = subjects.random_cache(SPEC)
     before = np.asarray(cache.conv_state).copy()
@@ -592,7 +614,7 @@ def test_the_timed_step_runs_looped_and_alone(form: Any) -> None:
     assert subject.alone is not None
     for run in (subject.run, subject.alone):
         run(1)
-        run(2 * step.INDEX_SETS)
+        run(2)
     assert subject.calls == subjects.LOOPS
     assert subject.facts["alias_bytes"] >= SPEC.state_bytes + SPEC.windows_bytes
     assert_same_bits(np.asarray(cache.conv_state), before)  # a copy of it was donated
@@ -614,6 +636,27 @@ def test_a_whole_step_is_verifies_then_a_commit(axis_order: Any) -> None:
         assert_same_bits(got, last if axis_order == "time_major" else np.ascontiguousarray(last.swapaxes(-1, -2)))
 
 
+@both_orders
+def test_a_chained_step_hands_y_on(axis_order: Any) -> None:
+    """It equals the unrolled step whose x is y of the layer before, and passes eight arrays a call."""
+    spec = dataclasses.replace(SPEC, axis_order=axis_order)
+    case, cache = Case(spec, 2, 1, "random"), subjects.random_cache(spec)
+    indices = [one for (one,) in subjects.index_sets(case, 1)]
+    caches = cache.conv_state, cache.conv_windows
+    x, weight = step.inputs("chained", case)
+    arguments = (caches, x, weight, *indices)
+    unrolled, chained = (jax.jit(step.whole_step(form, spec, "xla", stack_y=False)) for form in ("unrolled", "chained"))
+    every_x = [x] * spec.num_layers
+    for layer in range(spec.num_layers):
+        expected, y = unrolled(caches, every_x, weight, *indices)
+        every_x[layer + 1 :] = [y[layer]] * (spec.num_layers - layer - 1)
+    got, last = chained(*arguments)
+    for one, other in zip((*expected, y[-1]), (*got, last), strict=True):
+        assert_same_bits(np.asarray(other), np.asarray(one))
+    assert not np.array_equal(np.asarray(y[0]), np.asarray(y[1]))
+    assert len(jax.tree.leaves((arguments, last))) == 8
+
+
 # --- torch, on the CPU ------------------------------------------------------------------------------------------------
 
 
@@ -630,32 +673,79 @@ def torch_cpu(torch_ref: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             done.append("replay")
 
     class Capture:
-        def __init__(self, graph: Graph) -> None:
-            done.append("capture")
+        def __init__(self, graph: Graph, *, pool: Any, capture_error_mode: str) -> None:
+            done.append(f"capture {capture_error_mode}")
 
         def __enter__(self) -> None: ...
 
         def __exit__(self, *error: object) -> None:
+            if torch.bench_failures:
+                raise torch.bench_failures.pop()
             done.append("captured")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    class Generator:
+        device, initial_seed = "cpu", staticmethod(lambda: 7)
+
+        def graphsafe_set_state(self, state: Any) -> None:
+            done.append(f"generator {state.initial_seed()}")
+
+    fakes = {
+        "synchronize": lambda: done.append("wait"),
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "graph_pool_handle": lambda: (0, 1),
+        "current_device": lambda: 0,
+        "current_stream": lambda: "stream",
+        "set_stream": done.append,
+        "default_generators": [Generator()],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    fresh = type("Generator", (torch.Generator,), {"graphsafe_get_state": lambda self: self})
+    monkeypatch.setattr(torch, "Generator", fresh)
+    for name in ("endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(
+            torch._C, f"_cuda_{name}", lambda *of, name=name: done.append(f"{name} {of}"), raising=False
+        )
+    torch.bench_failures = []
     torch.bench_done = done
     yield torch
-    del torch.bench_done
+    del torch.bench_done, torch.bench_failures
 
 
 def test_a_graph_is_warmed_up_captured_and_replayed(torch_cpu: Any) -> None:
     calls = []
     subject = subjects.replayed(calls.append, 4)
     assert calls == [0, 3, 0, 1, 2, 3]
-    assert torch_cpu.bench_done == ["wait", "capture", "captured"]
+    assert torch_cpu.bench_done == ["wait", "capture thread_local", "captured"]
     subject.run(2)
     assert torch_cpu.bench_done[3:] == ["replay", "replay", "wait"]
     assert (subject.calls, subject.facts, subject.alone) == (4, {"launches": 1.0}, None)
     subject = subjects.replayed(calls.append, 4, steps=1)
     assert (subject.calls, subject.facts, subject.alone) == (1, {"launches": 4.0}, subject.run)
+
+
+UNDONE = ["stream", "wait", "endAllocateToPool (0, (0, 1))", "releasePool (0, (0, 1))", "generator 7"]
+
+
+def test_a_capture_that_fails_is_tried_once_more(torch_cpu: Any) -> None:
+    """What torch leaves behind is undone before; what the first attempt made is not kept."""
+    torch_cpu.bench_failures = [RuntimeError("capture")]
+    subject = subjects.replayed(lambda call: call, 3)
+    assert torch_cpu.bench_done == [
+        *["wait", "capture thread_local", *UNDONE],
+        *["wait", "capture thread_local", "captured"],
+    ]
+    assert subject.keep[1] == [0, 1, 2]
+
+
+def test_a_capture_that_fails_twice_is_recorded_and_undone(torch_cpu: Any) -> None:
+    """The row says so, and nothing of it is left for the next subject."""
+    torch_cpu.bench_failures = [RuntimeError("second"), RuntimeError("first")]
+    row = measure.identity("commit", SPEC, 2)
+    row = measure.fill(row, {"triton": lambda: subjects.replayed(lambda call: call, 3)}, measure.Options([2]))
+    assert row["errors"] == {"triton": "RuntimeError: second"}
+    assert torch_cpu.bench_done == ["wait", "capture thread_local", *UNDONE] * 2
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -815,9 +905,8 @@ def test_a_wrong_kernel_is_found(capsys: Any, monkeypatch: Any, operation: str, 
     assert len(different) == lines
     assert all(re.fullmatch(wrong, line.split(": DIFFERENT ")[1]) for line in different)
     assert all("pallas_interpret" in line for line in different)
-    assert [line for line in said if "xla scan" in line] == [
-        line for line in said if line.endswith("same") and operation == "step"
-    ]
+    fine = [line.split()[-3:-1] for line in said if line.endswith(": same") and operation == "step"]
+    assert fine == ([["xla", "scan:"], ["pallas_interpret", "chained:"]] if operation == "step" else [])
 
 
 def test_a_program_with_a_copy_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,15 @@ def test_a_table_leaves_out_what_was_not_measured(tmp_path: pathlib.Path, more: 
 STEP = row(
     "step",
     pallas_unrolled=walled(50.0),
+    pallas_chained=walled(46.0),
     pallas_scan=walled(60.0, 93.0),
     xla_scan=walled(200.0),
     triton=walled(80.0),
     copy_driver=walled(48.0),
     copy_kernel=walled(40.0),
+)
+STEP_LINE = (
+    "| time_major | 4 | 16 | 25.0 | 20.0 | 1.250 | 40.0 | 0.62 | 50.0 | 46.0 | 23.0 | 60.0 | 200.0 | 59.0 | 31, 93 |"
 )
 OF_MODEL = {
     "num_layers": 20, "conv_dim": 12288, "num_slots": 160, "model": "Kimi-Linear-48B-A3B", "groups": 3,
@@ -129,7 +133,10 @@ SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
 @pytest.mark.parametrize(
     ("point", "line"),
     [
-        (STEP, "| time_major | 4 | 16 | 25.0 | 20.0 | 1.250 | 40.0 | 0.62 | 50.0 | 60.0 | 200.0 | 59.0 | 31, 93 |"),
+        (
+            STEP,
+            STEP_LINE,
+        ),
         (
             row("compile", form="scan", command_buffers=True, pool_copies=[], **COMPILED),
             "| scan | time_major | 30 | yes | 0.50 | 1.25 | 31 | 2.00% | none |",
@@ -154,6 +161,40 @@ def test_tables_of_the_other_operations(point: report.Row, line: str) -> None:
     text = report.tables(record(row(pallas=timed(2.0)), point)).split("\n\n")
     assert text[-1].splitlines()[-1] == line
     assert {row.count("|") for row in text[-1].splitlines()} == {line.count("|")}
+
+
+MESHED = row(
+    "mesh",
+    data=2,
+    tensor=1,
+    one=walled(100.0),
+    all=walled(104.0),
+    step_ratio={"device": 1.02, "wall": 1.04},
+    throughput={"device": 1.96, "wall": 1.92},
+)
+
+
+def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
+    """With the number of arrays that a call passes: x and y of 30 layers, and six others."""
+    of_step, of_mesh = (report.tables(record(point)).split("\n\n") for point in (STEP, MESHED))
+    assert "Unrolled, a call passes 66 arrays" in of_step[1]
+    assert "passes 66 arrays to every device" in of_mesh[1]
+    cells = of_mesh[2].splitlines()[-1]
+    assert cells == "| time_major | 2 | 1 | 4 | 16 | 50.0 | 52.0 | 1.020 | 1.96× | 100.0 | 104.0 | 1.040 | 1.92× |"
+
+
+def test_a_step_on_a_mesh_is_drawn_by_device_and_by_wall() -> None:
+    pytest.importorskip("matplotlib")
+    failed = row("mesh", data=2, tensor=1, errors={"check": "x"}) | {"batch": 0}
+    (axes,) = plots._mesh_figure([MESHED, failed, MESHED | {"batch": 64, "tensor": 2}]).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()[1:]}
+    assert lines == {
+        "data=2 tensor=1, device": [[16, 1.02]],
+        "data=2 tensor=1, wall": [[16, 1.04]],
+        "data=2 tensor=2, device": [[64, 1.02]],
+        "data=2 tensor=2, wall": [[64, 1.04]],
+    }
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "64"]
 
 
 def test_a_rollback_has_a_geometry_of_its_own() -> None:
@@ -273,7 +314,7 @@ def test_update_readme_writes_between_the_markers(checkout: pathlib.Path, capsys
         assert block == report.readme_block(report.results_files(checkout / "notebooks" / "results"))
         assert [line for line in block.splitlines() if re.match(r"\| (commit|time_major) \|", line)] == [
             "| commit | time_major | 4 | 16 | 2.00 | – | – | – | – | – |",
-            "| time_major | 4 | 16 | 25.0 | 20.0 | 1.250 | 40.0 | 0.62 | 50.0 | 60.0 | 200.0 | 59.0 | 31, 93 |",
+            STEP_LINE,
         ]
 
 
@@ -326,6 +367,7 @@ def everything() -> report.Record:
             for over, size in (("conv_dim", 1024), ("conv_dim", 2048), ("num_slots", 64))
         ]
         rows.append(row("scaling", errors={"check": "x"}) | {"axis_order": order})
+    rows.append(MESHED)
     for recurrent, track in ((False, False), (False, True), (True, False)):
         rows += [rolled_back(recurrent, track, batch=batch, lists_per_layer=timed(9.0)) for batch in (1, 16)]
     return record(*rows)
@@ -334,7 +376,7 @@ def everything() -> report.Record:
 def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plots.draw(everything, "stem", tmp_path)
-    names = ("commit", "verify", "step", "rollback", "prefill", "scaling", "compile", "bytes")
+    names = ("commit", "verify", "step", "rollback", "prefill", "scaling", "compile", "mesh", "bytes")
     assert paths == [tmp_path / f"stem-{name}.png" for name in names]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
@@ -359,6 +401,7 @@ def test_a_step_is_drawn_by_its_wall_time(everything: report.Record) -> None:
     assert axes.get_ylabel() == "wall time of one whole step (µs)"
     lines = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
     assert lines["Pallas, unrolled"] == [50.0, 50.0]
+    assert lines["Pallas, chained"] == [46.0, 46.0]
     assert lines["limit: the same copies in one graph"] == [40.0, 40.0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "16", "64"]
 

@@ -29,9 +29,11 @@ from jax_impl import (
     causal_conv1d_verify,
     commit_after_verify,
     commit_conv_state,
+    conv,
     gather_windows,
     sharding,
 )
+from jax_impl.bench import mesh, step, subjects
 from jax_impl.layout import ConvCacheSpec
 from tests import mesh_cases
 from tests.cases import DTYPES, both_orders, both_storages
@@ -95,6 +97,9 @@ def assert_in_place(program: Any, spec: ConvCacheSpec) -> None:
     assert memory.temp_size_in_bytes < spec.state_bytes / 100
     pool = math.prod(spec.state_shape)
     assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= pool]
+
+
+STORE = re.compile(r"st\.global(?:\.v(\d))?\.[bfu](\d+)")
 
 
 def custom_calls(program: Any) -> list[str]:
@@ -319,6 +324,35 @@ def test_verify_in_every_layer_is_in_place(
     assert len(custom_calls(program)) == (implementation == "pallas")
 
 
+# Bytes of a piece by bytes of a thread, for rows of 2, 5, 10 and 19 columns.
+PIECES = {4: (8, 4, 8, 4), 8: (16, 8, 16, 8), 16: (16, 16, 16, 16)}
+
+
+@pytest.mark.parametrize("thread_bytes", PIECES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_stored_in_the_widest_pieces(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], dtype: str, thread_bytes: int
+) -> None:
+    """Channel-major verify, as the text of its kernel says: as many stores as the row has pieces, beside those of y."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setattr(conv, "default_thread_bytes", lambda *_, **__: thread_bytes)
+    for (width, tokens), piece in zip(((3, 1), (4, 3), (5, 7), (4, 17)), PIECES[thread_bytes], strict=True):
+        spec = ConvCacheSpec(2, 7, 6, 1024, width, tokens, dtype, "channel_major")
+
+        def step(windows: Any, pool: Any, x: Any, weight: Any, slots: Any, spec: ConvCacheSpec = spec) -> Any:
+            options: dict[str, Any] = {"spec": spec, "state_indices": slots, "layer": 1, "implementation": "pallas"}
+            return causal_conv1d_verify(x, pool, windows, weight, **options)[::-1]
+
+        jax.clear_caches()
+        capfd.readouterr()
+        arrays = [(spec.windows_shape, dtype), (spec.state_shape, dtype), ((6, tokens, 1024), dtype)]
+        program = compiled(step, h200, *arrays, ((1024, width), dtype), ((6,), "int32"))
+        assert program.memory_analysis().alias_size_in_bytes >= spec.windows_bytes
+        stores = [int(count or 1) * int(bits) // 8 for count, bits in STORE.findall(capfd.readouterr().out)]
+        run_bytes = spec.num_columns * thread_bytes
+        assert sorted(stores) == sorted([thread_bytes] * tokens + [piece] * (run_bytes // piece))
+
+
 @both_orders
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_update_kernel_is_in_place(h200: Any, axis_order: Any, dtype: str) -> None:
@@ -448,6 +482,28 @@ def test_on_many_gpus_no_operation_communicates(
                 assert program.memory_analysis().alias_size_in_bytes >= spec.state_bytes // mesh.size, name
                 shard = math.prod(spec.state_shape) // mesh.size
                 assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= shard], name
+
+
+@both_orders
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> None:
+    """Every turn is the kernels on a rank's own shards, in place; what is carried keeps its division."""
+    of = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")).reshape(sizes), ("data", "tensor"))
+    spec = mesh.global_spec(ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order), sizes)
+    divided = mesh.shardings(spec, of)
+    shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(spec, 5, sizes[0], "all")))
+    arguments = jax.tree.map(lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, divided)
+    with jax.set_mesh(of):
+        again = subjects.repeated(step.carrying_y(mesh.sharded_step(spec, of, "pallas")), mesh.LOOPS)
+        lowered = jax.jit(again, donate_argnums=0).lower((arguments[0], arguments[1]), *arguments[1:])
+    program: Any = lowered.compile()
+    assert len(custom_calls(program)) == spec.num_layers + 1
+    assert not mesh_cases.COLLECTIVES.search(program.as_text())
+    memory, ranks = program.memory_analysis(), sizes[0] * sizes[1]
+    assert memory.alias_size_in_bytes >= (spec.state_bytes + spec.windows_bytes) / ranks
+    assert memory.temp_size_in_bytes < spec.state_bytes / ranks / 100
+    for one, on in zip(jax.tree.leaves(program.output_shardings), jax.tree.leaves(divided[:2]), strict=True):
+        assert one.is_equivalent_to(on, 4)
 
 
 def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:

@@ -414,7 +414,7 @@ def test_everything_wrong_with_one_spec() -> None:
         "`num_draft_tokens`: expected an integer, got True.",
         "`dtype`: expected one of bfloat16, float16, float32, got 'float8_e4m3fn'.",
         "`axis_order`: expected one of time_major, channel_major, got 'NCW'.",
-        "`storage`: expected one of sliding, dense, got 'tree'.",
+        "`storage`: expected one of sliding, dense, inputs, got 'tree'.",
         "`state_len`: expected width - 1 = 0 or width = 1, got 3.",
     ]
 

@@ -298,6 +298,38 @@ def test_past_two_to_the_thirty_two(axis_order: Any, implementation: Any) -> Non
     assert_same_bits(np.asarray(y)[0, :3], inputs[last, 0, :3])
 
 
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    """Waiting for a captured stream ends the capture in an error; the next attempt captures, random numbers work."""
+    adapters.path("torch-triton-gpu")
+    import torch
+
+    from jax_impl.bench import subjects
+
+    source, target, calls = torch.arange(7, device="cuda"), torch.zeros(7, dtype=torch.int64, device="cuda"), []
+
+    def once(call: int) -> None:
+        calls.append(call)
+        if len(calls) in fails_at:
+            torch.cuda.current_stream().synchronize()
+        target.copy_(source)
+
+    before = torch.cuda.current_stream()
+    fails_at: tuple[int, ...] = (4,)  # two calls warm up
+    subject = subjects.replayed(once, 3)
+    target.zero_()
+    subject.run(1)
+    assert torch.equal(source, target)
+    assert len(calls) == 2 + 2 + 3
+    fails_at = (len(calls) + 3, len(calls) + 4)
+    with pytest.raises(RuntimeError):
+        subjects.replayed(once, 3)
+    assert torch.cuda.current_stream() == before
+    assert torch.randn(7, device="cuda").isfinite().all()
+    target.zero_()
+    subjects.replayed(once, 3).run(1)
+    assert torch.equal(source, target)
+
+
 @both_orders
 def test_triton_past_two_to_the_thirty_two(axis_order: Any) -> None:
     adapters.path("torch-triton-gpu")

@@ -21,6 +21,8 @@ LEVELS = {
     "runs": 1,
     "implementation": 2,
     "cache": 2,
+    "history": 2,
+    "entries": 2,
     "windows": 2,
     "debug": 3,
     "commit": 3,
@@ -37,6 +39,7 @@ SAME_LEVEL = {
     ("capacity", "presets"),
     ("runs", "checks"),
     ("pallas_backend", "checks"),
+    ("windows", "history"),
     ("sharding", "prefill"),
     ("sharding", "rollback"),
 }

@@ -105,6 +105,32 @@ def _comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
     if _has_triton():
         others["triton"] = lambda: _triton_results(point, cache)
     yield expected, _y_bound(point, cache, expected["y"]) if "y" in expected else None, others
+    if point.operation == "step":
+        handed_on, chained = _chained_results(point, cache, kernel)
+        yield handed_on, None, {f"{kernel} chained": lambda: chained}
+
+
+def _chained_results(point: Point, cache: ConvCache, implementation: checks.Implementation) -> tuple[Results, Results]:
+    """What the unrolled step leaves when y is handed on by hand, layer by layer, and what the chained one leaves.
+
+    Of one implementation: another's y differs by its rounding, which the next layer would then write to the buffer.
+    """
+    spec, case = point.spec, _case(point)
+    indices = [jnp.asarray(one) for (one,) in subjects.index_sets(case, 1)]
+    caches, (first, weight) = (cache.conv_state, cache.conv_windows), inputs("chained", case)
+    unrolled, chained = (
+        jax.jit(whole_step(form, spec, implementation, stack_y=False)) for form in ("unrolled", "chained")
+    )
+    x = [first] * spec.num_layers
+    for layer in range(spec.num_layers):
+        expected, y = unrolled(caches, x, weight, *indices)
+        x = [*x[: layer + 1], *y[layer : spec.num_layers - 1]]
+    (pool, windows), last = chained(caches, first, weight, *indices)
+    return _without_tolerance(expected[0], expected[1], y[-1]), _without_tolerance(pool, windows, last)
+
+
+def _without_tolerance(pool: jax.Array, windows: jax.Array, last: jax.Array) -> Results:
+    return {"pool": np.asarray(pool), "buffer": np.asarray(windows), "last y": np.asarray(last)}
 
 
 def _differences(expected: Results, got: Results, y_bound: Any) -> list[str]:

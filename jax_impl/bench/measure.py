@@ -119,7 +119,8 @@ def fill(row: Row, makers: Makers, options: Options) -> Row:
         _release()
     copies = [row[name]["median_us"] for name in row if name.startswith("copy_")]
     for name in makers:
-        if copies and name in row and not name.startswith("copy_") and row[name]["median_us"] > 0:
+        of_bytes = not name.startswith("copy_") and not name.endswith("_chained")  # whose x is in the cache
+        if copies and name in row and of_bytes and row[name]["median_us"] > 0:
             row[name]["copy_fraction"] = round(min(copies) / row[name]["median_us"], 4)
     return row
 
@@ -207,7 +208,7 @@ def verify_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
 def step_makers(case: Case, cache: ConvCache, twin: Any) -> Makers:
     """What a whole step is timed beside."""
     makers: Makers = {
-        f"pallas_{form}": functools.partial(step.jax_step, form, case, cache, "pallas") for form in step.FORMS
+        f"pallas_{form}": functools.partial(step.jax_step, form, case, cache, "pallas") for form in step.TIMED
     }
     makers["xla_scan"] = functools.partial(step.jax_step, "scan", case, cache, "xla")
     if twin is not None:
@@ -314,8 +315,9 @@ def line(row: Row) -> str:
     if "of" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
     if "step_ratio" in row:
-        head += f" data={row['data']} tensor={row['tensor']}  step ratio {row['step_ratio']:.3f}"
-        head += f"  throughput {row['throughput']:.2f}×"
+        head += f" data={row['data']} tensor={row['tensor']}"
+        for kind, ratio in row["step_ratio"].items():
+            head += f"  {kind}: step ratio {ratio:.3f}, throughput {row['throughput'][kind]:.2f}×"
     if "compile_s" in row:
         head += (
             f"  trace {row['trace_s']:.2f} s  compile {row['compile_s']:.2f} s  launches {row['launches']:g}"

@@ -6,6 +6,9 @@
     step ratio   all / one: 1 when nothing is lost, whatever the mesh
     throughput   data × one / all: requests per second, in those of one data rank on one device
 
+Both by the device, where many steps follow each other in one program, and by the wall, one call a step. A call hands
+2 L + 6 arrays to every device, one after another: at small batches the wall is the host's time and no device's.
+
 Requests of a rank name slots and rows of that rank's part, as an engine places them.
 """
 
@@ -20,10 +23,12 @@ from jax.sharding import AxisType, NamedSharding
 
 from jax_impl import checks, sharding
 from jax_impl.bench import subjects, timing
-from jax_impl.bench.step import whole_step
+from jax_impl.bench.step import timed_step, whole_step
 from jax_impl.bench.subjects import Case
 from jax_impl.conv import ConvWeight
 from jax_impl.layout import AxisOrder, ConvCacheSpec
+
+LOOPS = 64  # steps of one program, so that it takes longer than to start it on every device
 
 Row = dict[str, Any]
 Sizes = tuple[int, int]  # data ranks, tensor ranks
@@ -81,17 +86,21 @@ def inputs(spec: ConvCacheSpec, indices: Sequence[np.ndarray]) -> tuple[Any, ...
     return (cache.conv_state, cache.conv_windows), x, weight, *map(jnp.asarray, indices)
 
 
+def shardings(spec: ConvCacheSpec, mesh: Any) -> tuple[Any, ...]:
+    """How `inputs` are divided over the mesh."""
+    specs, on = sharding.partition_specs(spec), lambda of: NamedSharding(mesh, of)
+    weight = ConvWeight(on(specs.conv_weight.taps))  # pyright: ignore[reportArgumentType]  # a tree of its shape
+    return (
+        (on(specs.conv_state), on(specs.conv_windows)),
+        [on(specs.x)] * spec.num_layers,
+        weight,
+        *[on(specs.indices)] * 3,
+    )
+
+
 def placed(arguments: tuple[Any, ...], spec: ConvCacheSpec, mesh: Any) -> tuple[Any, ...]:
     """`inputs`, divided over the mesh."""
-    specs = sharding.partition_specs(spec)
-    pool, x, weight, *indices = arguments
-    put = lambda array, of: jax.device_put(array, NamedSharding(mesh, of))  # noqa: E731
-    return (
-        (put(pool[0], specs.conv_state), put(pool[1], specs.conv_windows)),
-        [put(one, specs.x) for one in x],
-        ConvWeight(put(weight.taps, specs.conv_weight.taps)),
-        *(put(one, specs.indices) for one in indices),
-    )
+    return jax.tree.map(jax.device_put, arguments, shardings(spec, mesh))
 
 
 def check(sizes: Sizes, local: ConvCacheSpec, batch: int, implementation: checks.Implementation) -> bool:
@@ -141,9 +150,16 @@ def rows(
         except Exception as error:
             row["errors"] = {"all" if "one" in row else "one": timing.reason(error)}
         else:
-            row["step_ratio"] = round(row["all"]["median_us"] / row["one"]["median_us"], 4)
-            row["throughput"] = round(sizes[0] * row["one"]["median_us"] / row["all"]["median_us"], 4)
+            ratios = {name: at(row["all"]) / at(row["one"]) for name, at in TIMES.items()}
+            row["step_ratio"] = {name: round(ratio, 4) for name, ratio in ratios.items()}
+            row["throughput"] = {name: round(sizes[0] / ratio, 4) for name, ratio in ratios.items()}
         yield row
+
+
+TIMES: dict[str, Callable[[Row], float]] = {
+    "device": lambda times: times["median_us"],
+    "wall": lambda times: times["wall"]["median_us"],
+}
 
 
 def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
@@ -153,15 +169,9 @@ def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
 
 
 def _timed(step: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Row:
-    """Wall time of one step out of a queue of them, pool and buffer donated from step to step."""
-    carried, *others = arguments
-    compiled, facts = subjects.compiled_with_facts(step, arguments, (0,), 1)
-    held = [carried]
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            held[0], _ = compiled(held[0], *others)
-        jax.block_until_ready(held[0])
-
-    wall = timing.wall_us(run, 1, repeats)
-    return {**wall["wall"], **wall, **facts}
+    """Device time of a step in a program of many, wall time of one call of a queue, and latency of one alone."""
+    caches, x, *others = arguments
+    subject = timed_step(step, caches, x, (x, *others), LOOPS)
+    times: Row = timing.marginal_us(subject.run, subject.calls, repeats)
+    assert subject.alone is not None
+    return times | timing.wall_us(subject.alone, 1, repeats) | subject.facts

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_impl.bench.report import Record, Row, at, copy_us
+from jax_impl.bench.report import MESH, Record, Row, at, copy_us
 from jax_impl.layout import ConvCacheSpec
 
 BYTES_TOKENS = tuple(range(1, 17))  # D of the plot of bytes
@@ -48,6 +48,7 @@ TIMES = {
         "wall time of one whole step (µs)",
         (
             Series("Pallas, unrolled", _wall("pallas_unrolled"), "C0o-"),
+            Series("Pallas, chained", _wall("pallas_chained"), "C3v-"),
             Series("Pallas, scan", _wall("pallas_scan"), "C4D-"),
             Series("XLA, scan", _wall("xla_scan"), "C1s-"),
             Series("Triton in a CUDA graph", _wall("triton"), "C2^-"),
@@ -235,11 +236,30 @@ def _compile_figure(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _mesh_figure(rows: Sequence[Row]) -> Any:
+    """Time of a step on a mesh over that of a rank's work on one device; a panel for each axis order."""
+    orders, meshes = _values(rows, "axis_order"), dict.fromkeys((row["data"], row["tensor"]) for row in rows)
+    figure, panels = _panels(1, len(orders))
+    for j, order in enumerate(orders):
+        of_panel, axes = [row for row in rows if row["axis_order"] == order and row["batch"]], panels[0, j]
+        axes.set_xscale("log", base=2)
+        axes.axhline(1, color="k", linestyle="--")
+        for (number, (data, tensor)), (kind, style) in itertools.product(
+            enumerate(meshes), (("device", "o-"), ("wall", "s:"))
+        ):
+            of_line = [row for row in of_panel if (row["data"], row["tensor"]) == (data, tensor)]
+            ratio = lambda row, kind=kind: at(row, "step_ratio", kind)  # noqa: E731
+            _line(axes, Series(f"data={data} tensor={tensor}, {kind}", ratio, f"C{number}{style}"), of_line, "batch")
+        _finish(axes, order, "requests B of a data rank", "all devices / one", sorted(_values(of_panel, "batch")))
+    return figure
+
+
 OTHERS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "rollback": _rollback_figure,
     "prefill": _prefill_figure,
     "scaling": _scaling_figure,
     "compile": _compile_figure,
+    MESH: _mesh_figure,
 }
 
 

@@ -163,12 +163,26 @@ def _sizes(of: Row, groups: int = 1) -> str:
 
 
 def _captions(rows: Sequence[Row]) -> list[str]:
-    """A line above a table whose geometry is its own."""
+    """A line above a table whose geometry is its own, or whose numbers need telling apart."""
+    explained = _EXPLAINED.get(rows[0]["operation"])
+    if explained:
+        return [explained.format(arrays=2 * rows[0]["num_layers"] + 6)]
     of = next((row for row in rows if "model" in row), None)
     if of is None:
         return []
     state = "×".join(map(str, of["state"]))
     return [f"{of['operation'].capitalize()} of {of['model']}: {_sizes(of, of['groups'])}, state {state} in float32."]
+
+
+_EXPLAINED = {
+    "step": "A whole step. On the device: steps follow each other in one program. Wall: one call of a queue of jitted "
+    "calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and six others. Chained, the next layer's "
+    "x is y of this one, and a call passes 8, as a step inside a larger program would; x is then in the cache, so this "
+    "device time is not to be compared with the copies.",
+    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. On the device: "
+    "steps follow each other in one program. Wall: one call of a queue of jitted calls, each of which passes {arrays} "
+    "arrays to every device.",
+}
 
 
 def variant(row: Row) -> str:
@@ -243,6 +257,8 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "Triton graph µs": lambda row: f"{at(row, 'triton', 'median_us'):.1f}",
         "unrolled / Triton": lambda row: f"{_ratio(row, 'pallas_unrolled', 'triton'):.2f}",
         "unrolled, wall µs": lambda row: f"{at(row, 'pallas_unrolled', *_WALL):.1f}",
+        "chained, wall µs": lambda row: f"{at(row, 'pallas_chained', *_WALL):.1f}",
+        "chained, on the device µs": lambda row: f"{at(row, 'pallas_chained', 'median_us'):.1f}",
         "scan, wall µs": lambda row: f"{at(row, 'pallas_scan', *_WALL):.1f}",
         "XLA scan, wall µs": lambda row: f"{at(row, 'xla_scan', *_WALL):.1f}",
         "one step alone µs": lambda row: f"{at(row, 'pallas_unrolled', 'latency', 'median_us'):.1f}",
@@ -303,8 +319,12 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "B per data rank": lambda row: row["batch"],
         "one device µs": lambda row: f"{at(row, 'one', 'median_us'):.1f}",
         "all devices µs": lambda row: f"{at(row, 'all', 'median_us'):.1f}",
-        "step ratio": lambda row: f"{row['step_ratio']:.3f}",
-        "throughput": lambda row: f"{row['throughput']:.2f}×",
+        "step ratio": lambda row: f"{at(row, 'step_ratio', 'device'):.3f}",
+        "throughput": lambda row: f"{at(row, 'throughput', 'device'):.2f}×",
+        "one device, wall µs": lambda row: f"{at(row, 'one', *_WALL):.1f}",
+        "all devices, wall µs": lambda row: f"{at(row, 'all', *_WALL):.1f}",
+        "step ratio, wall": lambda row: f"{at(row, 'step_ratio', 'wall'):.3f}",
+        "throughput, wall": lambda row: f"{at(row, 'throughput', 'wall'):.2f}×",
     },
 }
 

@@ -1,10 +1,16 @@
 """A whole decoding step as an engine calls it: a verify in every layer, then one commit, in one jit.
 
-    unrolled   a Python loop over the layers; every layer has an x of its own, as the layer before would leave it
+    unrolled   a Python loop over the layers; every layer has an x and a y of its own, which are arguments and results
     scan       `lax.scan`: pool and buffer are the carry, the layer's index and x (of a stacked array) come along as xs
+    chained    unrolled, but x of the next layer is y of this one: one x goes in and one y comes out
 
 Pool and buffer are donated; weights are stacked `[L, K, conv_dim]`. The kernel writes y whether or not anyone reads it,
 so under scan it is not stacked for the kernel; XLA would drop it, so there it is.
+
+In an engine x and y are temporaries inside one program. A call of the unrolled step passes 2 L + 6 arrays, which costs
+the host more than small batches cost the device; a call of the chained step passes 8. But a chained layer finds its x
+in the cache, where the layer before left it: its device time is not to be compared with the copies. What is, is its
+wall time with its own device time, and with the unrolled step's.
 
 References: the same bytes copied in one CUDA graph, and the step of `torch_ref`'s Triton kernels in one.
 """
@@ -23,12 +29,9 @@ from jax_impl.commit import commit_conv_state
 from jax_impl.conv import ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
-Form = Literal["unrolled", "scan"]
-FORMS: tuple[Form, ...] = ("unrolled", "scan")
-# Sets of slots, rows and counts that the steps of a queue take in turn. With one, every array stays where it is, as the
-# outputs of the step before do in an engine that keeps its indices on the device; each new address costs XLA an update
-# of the graph that it replays.
-INDEX_SETS = 1
+Form = Literal["unrolled", "scan", "chained"]
+FORMS: tuple[Form, ...] = ("unrolled", "scan")  # of which each gives y of every layer
+TIMED: tuple[Form, ...] = (*FORMS, "chained")
 
 Step = Callable[..., Any]  # (pool, windows), x, weight, slots, rows, accepted â†’ (pool, windows), y of all layers
 
@@ -36,9 +39,9 @@ Step = Callable[..., Any]  # (pool, windows), x, weight, slots, rows, accepted â
 def whole_step(form: Form, spec: ConvCacheSpec, implementation: checks.Implementation, *, stack_y: bool) -> Step:
     """The step as a function to be jitted with its first argument donated.
 
-    It takes ((pool, buffer), x, weight, slots, rows, accepted) and returns (pool, buffer) and y of all layers: a list
-    when unrolled, with `stack_y` one array under scan, otherwise None. x is a list `[B, D, conv_dim]` of L arrays when
-    unrolled, one array `[L, B, D, conv_dim]` under scan.
+    It takes ((pool, buffer), x, weight, slots, rows, accepted) and returns (pool, buffer) and y: when unrolled lists of
+    L arrays `[B, D, conv_dim]`; under scan x is one array `[L, B, D, conv_dim]`, and so is y with `stack_y`, otherwise
+    None; chained x is `[B, D, conv_dim]` of the first layer and y of the last.
     """
 
     def verify(carried: Any, x: jax.Array, layer: Any, weight: ConvWeight, slots: Any, rows: Any) -> tuple[Any, Any]:
@@ -73,45 +76,60 @@ def whole_step(form: Form, spec: ConvCacheSpec, implementation: checks.Implement
         carried, outputs = jax.lax.scan(body, carried, (layers, x))
         return commit(carried, slots, rows, accepted), outputs
 
-    return unrolled if form == "unrolled" else scan
+    def chained(carried: Any, x: jax.Array, weight: ConvWeight, slots: Any, rows: Any, accepted: Any) -> Any:
+        for layer in range(spec.num_layers):
+            carried, x = verify(carried, x, layer, weight, slots, rows)
+        return commit(carried, slots, rows, accepted), x
+
+    return {"unrolled": unrolled, "scan": scan, "chained": chained}[form]
 
 
 def inputs(form: Form, case: Case) -> tuple[Any, ConvWeight]:
     """Random x in the form's way, and the stacked weights of all layers."""
     x, weights = subjects.verify_inputs(case, case.spec.num_layers)
     taps = jnp.stack([weight.taps for weight in weights])
-    return (x if form == "unrolled" else jnp.stack(x)), ConvWeight(taps)
+    return {"unrolled": lambda: x, "scan": lambda: jnp.stack(x), "chained": lambda: x[0]}[form](), ConvWeight(taps)
 
 
 def jax_step(form: Form, case: Case, cache: ConvCache, implementation: checks.Implementation) -> Subject:
-    """The step: `run` loops LOOPS of them on the device, `alone` calls the jitted step once a round."""
+    """The step on one device, of one set of slots, rows and counts."""
     stack_y = implementation == "xla"
     step = whole_step(form, case.spec, implementation, stack_y=stack_y)
     x, weight = inputs(form, case)
-    indices = [tuple(map(jnp.asarray, one)) for one in zip(*subjects.index_sets(case, INDEX_SETS), strict=True)]
+    (slots,), (rows,), (accepted,) = (list(map(jnp.asarray, one)) for one in subjects.index_sets(case, 1))
+    y = None if form == "scan" and not stack_y else x
+    return timed_step(step, (cache.conv_state, cache.conv_windows), y, (x, weight, slots, rows, accepted))
 
-    def own_cache() -> tuple[jax.Array, jax.Array]:
-        return jnp.copy(cache.conv_state), jnp.copy(cache.conv_windows)
 
-    def own_y() -> Any:
-        return [jnp.zeros_like(one) for one in x] if form == "unrolled" else jnp.zeros_like(x) if stack_y else None
+def timed_step(step: Step, caches: Any, y: Any, arguments: tuple[Any, ...], loops: int = subjects.LOOPS) -> Subject:
+    """A step to time: `run` loops `loops` of them on the device, `alone` calls the jitted step once a round.
 
-    # y is donated and comes back in the same arrays, so that every call finds its arrays where the last one had them:
-    # in an engine they are temporaries of a larger program.
-    own_program = jax.jit(lambda carried, *arguments: step(carried[0], *arguments), donate_argnums=0, keep_unused=True)
-    _, facts = subjects.compiled_with_facts(step, (own_cache(), x, weight, *indices[0]), (0,), 1)
-    held = [(own_cache(), own_y())]
+    `caches` are pool and buffer, of which copies are donated; `y` are arrays of the kind that the step returns, x for
+    instance. y is carried, or XLA would drop what is written to it; it is donated and comes back in the same arrays, so
+    that every call finds its arrays where the last one had them, as it does in an engine. Each new address costs XLA an
+    update of the graph that it replays; hence one set of indices, too.
+    """
+    again = carrying_y(step)
+
+    def own() -> Any:
+        return jax.tree.map(jnp.copy, caches), jax.tree.map(jnp.zeros_like, y)
+
+    _, facts = subjects.compiled_with_facts(step, (caches, *arguments), (0,), 1)
+    program = jax.jit(again, donate_argnums=0, keep_unused=True)
+    held = [own()]
 
     def alone(rounds: int) -> None:
-        for number in range(rounds):
-            held[0] = own_program(held[0], x, weight, *indices[number % INDEX_SETS])
+        for _ in range(rounds):
+            held[0] = program(held[0], *arguments)
         jax.block_until_ready(held[0])
 
-    # y is carried, or XLA would drop what is written to it.
-    device = subjects.looped(
-        lambda carried, *arguments: step(carried[0], *arguments), (own_cache(), own_y()), (x, weight, *indices[0]), 1
-    )
+    device = subjects.looped(again, own(), arguments, 1, loops)
     return Subject(device.run, device.calls, facts, alone=alone)
+
+
+def carrying_y(step: Step) -> Step:
+    """The step as a function of what it returns, (pool, buffer) and the last y."""
+    return lambda carried, *arguments: step(carried[0], *arguments)
 
 
 def torch_step(case: Case, cache: Any) -> Subject:

@@ -5,6 +5,7 @@ set fits there. Lists instead of stacked arrays keep slicing kernels out of the 
 that loops `LOOPS` times over its calls, so that the device always has work queued; a torch round is one CUDA graph.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -121,13 +122,20 @@ def jax_commit(case: Case, cache: ConvCache, implementation: checks.Implementati
     return looped(commits, jnp.copy(cache.conv_state), arguments, case.calls)
 
 
-def looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], calls: int) -> Subject:
-    """A program that applies `body`, `calls` calls, LOOPS times to `carried`, which is donated from round to round."""
+def repeated(body: Callable[..., Any], loops: int = LOOPS) -> Callable[..., Any]:
+    """`body(carried, *arguments)` applied `loops` times to what it returns."""
 
     def run(carried: Any, *arguments: Any) -> Any:
-        return jax.lax.fori_loop(0, LOOPS, lambda _, value: body(value, *arguments), carried)
+        return jax.lax.fori_loop(0, loops, lambda _, value: body(value, *arguments), carried)
 
-    compiled, facts = compiled_with_facts(run, (carried, *arguments), (0,), calls * LOOPS)
+    return run
+
+
+def looped(
+    body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], calls: int, loops: int = LOOPS
+) -> Subject:
+    """A program that applies `body`, `calls` calls, `loops` times to `carried`, donated from round to round."""
+    compiled, facts = compiled_with_facts(repeated(body, loops), (carried, *arguments), (0,), calls * loops)
     held = [carried]
 
     def rounds_of(rounds: int) -> None:
@@ -135,7 +143,7 @@ def looped(body: Callable[..., Any], carried: Any, arguments: tuple[Any, ...], c
             held[0] = compiled(held[0], *arguments)
         jax.block_until_ready(held[0])
 
-    return Subject(rounds_of, calls * LOOPS, facts)
+    return Subject(rounds_of, calls * loops, facts)
 
 
 def compiled_with_facts(
@@ -211,10 +219,7 @@ def replayed(once: Callable[[int], Any], calls: int, steps: int | None = None) -
 
     for call in (0, calls - 1):  # what is compiled on first use cannot be captured
         once(call)
-    torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        kept.extend(once(call) for call in range(calls))
+    graph, kept = _captured(lambda: [once(call) for call in range(calls)])
 
     def run(rounds: int) -> None:
         for _ in range(rounds):
@@ -223,6 +228,48 @@ def replayed(once: Callable[[int], Any], calls: int, steps: int | None = None) -
 
     facts = {"launches": calls / (steps or calls)}
     return Subject(run, steps or calls, facts, keep=(graph, kept, once), alone=run if steps else None)
+
+
+def _captured(work: Callable[[], Any]) -> tuple[Any, Any]:
+    """A CUDA graph of what `work` launches, and what it returned. A capture that fails is tried once more.
+
+    In the mode "thread_local": in "global" a capture fails when JAX's threads, in the same process, allocate or query
+    an event meanwhile.
+    """
+    import torch
+
+    for attempts_left in (1, 0):
+        torch.cuda.synchronize()
+        stream, pool, graph = torch.cuda.current_stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                made = work()
+            return graph, made
+        except RuntimeError:
+            _forget_capture(stream, pool)
+            if not attempts_left:
+                raise
+    raise AssertionError  # both attempts return or raise
+
+
+def _forget_capture(stream: Any, pool: Any) -> None:
+    """Undoes what torch leaves behind when the end of a capture raises; later captures would fail for it.
+
+    The capture's stream stays the current one, the allocator keeps asking whether an allocation belongs to the capture,
+    and the random generator believes to be captured: it refuses every use outside ("Offset increment outside graph
+    capture"). It is given a new state; only how random inputs are drawn depends on it.
+    """
+    import torch
+
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError, AttributeError):  # private; raises when the capture did end
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def torch_commit(case: Case, cache: Any) -> Subject:
