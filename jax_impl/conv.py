@@ -40,7 +40,7 @@ THREAD_BYTES = 4
 # The same for verify in channel_major, from so many columns of a row on. There the columns of a thread's channels are
 # one run of memory, stored in pieces as wide as its length allows: with 4 bytes a thread the 10 columns of K = 4, D = 8
 # go out 8 bytes at a time; with 8 bytes, 16 at a time, in half as many transactions.
-CHANNEL_MAJOR_THREAD_BYTES = {1: 4, 8: 8}
+CHANNEL_MAJOR_THREAD_BYTES = {1: 4, 16: 8}
 # Grid points from which on one of them takes two requests: four for each of an H200's 132 multiprocessors, or all that
 # fit at once in channel_major, whose kernel needs more registers.
 FULL_GRID = {"time_major": 528, "channel_major": 2112}
