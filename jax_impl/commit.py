@@ -78,8 +78,8 @@ def commit_conv_state(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
-    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
+    accepted_path: Any = None,
 ) -> Any:
     """Copies each request's accepted window into its slot.
 
@@ -101,11 +101,11 @@ def commit_conv_state(
       null_slot: the pool's padding slot, or None.
       track_indices: int32 `[B]`, a second destination per request (a prefix-cache snapshot), or None.
       track_num_tokens: int32 `[B]`, the count whose window goes there; same skip rules. Given with `track_indices`.
+      implementation: None chooses; "xla", "pallas" or "pallas_interpret" is obeyed or raises.
       accepted_path: int32 `[B, D]`, of a draft tree: the accepted nodes from the root on, of which the first
         `num_accepted_tokens` (and `track_num_tokens`) count; `jax_impl.path_to_node` makes it. A destination whose
         window needs a node outside the valid ones is skipped; with storage "sliding", one whose path is no chain.
         None is a chain.
-      implementation: None chooses; "xla", "pallas" or "pallas_interpret" is obeyed or raises.
 
     Returns:
       `conv_state` with the windows written; a pytree when given one.

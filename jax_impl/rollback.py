@@ -53,8 +53,8 @@ def commit_after_verify(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
-    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
+    accepted_path: Any = None,
 ) -> Any:
     """Rolls every state of a cache back to each request's accepted token, and snapshots a second set.
 
@@ -153,9 +153,9 @@ def commit_recurrent_state(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
-    accepted_path: Any = None,
     layer_axis: bool = True,
     implementation: checks.Implementation | None = None,
+    accepted_path: Any = None,
 ) -> Any:
     """Copies the state after each request's last accepted token into its slot.
 

@@ -11,7 +11,7 @@ import pytest
 
 from jax_impl.layout import AXIS_ORDERS, STORAGES, ConvCacheSpec
 from tests import definition, histories
-from tests.adapters import Path
+from tests.adapters import FAST, PATHS, Path
 from tests.cases import (
     DTYPES,
     INT32_MAX,
@@ -38,8 +38,25 @@ SPECS = [
     for j, (order, storage) in enumerate((order, storage) for order in AXIS_ORDERS for storage in STORAGES)
     if storage == "inputs" or i == 0
 ]  # fmt: skip
-of_inputs = pytest.mark.parametrize("spec", [one for one in SPECS if one.storage == "inputs"], ids=spec_id)
-of_any_storage = pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+KINDS = ("chain", "kept", "tree", "resume", "resume-tree", "resume-kept")
+# An interpreter takes the first size alone, in every form.
+CASES = [
+    pytest.param(name, spec, marks=marks)
+    for name, marks in PATHS.items()
+    for spec in (SPECS if name in FAST or marks else SPECS[:6])
+]
+of_any_storage = pytest.mark.parametrize(("path", "spec"), CASES, indirect=["path"], ids=spec_id)
+of_any_kind = pytest.mark.parametrize(
+    ("path", "spec", "kind"),
+    [
+        pytest.param(*case.values, kind, marks=case.marks)
+        for case in CASES
+        for kind in KINDS
+        if "kept" not in kind or case.values[1].storage == "inputs"
+    ],
+    indirect=["path"],
+    ids=spec_id,
+)
 
 
 def random_links(rng: np.random.Generator, batch: int, spec: ConvCacheSpec) -> np.ndarray:
@@ -95,12 +112,9 @@ def given(batch: Batch) -> dict[str, Any]:
     return {"null_slot": batch.null_slot} | {name: one for name, one in options.items() if one is not None}
 
 
-@pytest.mark.parametrize("kind", ["chain", "kept", "tree", "resume", "resume-tree", "resume-kept"])
-@of_any_storage
+@of_any_kind
 def test_verify(path: Path, spec: ConvCacheSpec, kind: str) -> None:
     """All reasons to skip mixed; x given or kept in the buffer, a chain or trees, from the slot or resumed."""
-    if "kept" in kind and spec.storage != "inputs":
-        return
     seed = SPECS.index(spec)
     rng = np.random.default_rng(seed)
     explicit = [("rows", "valid"), ("valid",), ("rows",)][seed % 3]
@@ -198,8 +212,6 @@ def test_commit_and_gather(path: Path, spec: ConvCacheSpec, tracked: bool, with_
     expected = pool.copy()
     histories.commit(expected, unread, sets, **model)
     assert (expected != pool).any() or spec.storage == "sliding"
-    if path.widens_bfloat16 and spec.dtype == "bfloat16":
-        pass
     assert_same_bits(got, expected, "conv_state")
     if tracked:
         return
