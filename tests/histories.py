@@ -99,7 +99,8 @@ def commit(state, windows, sets, *, spec, rows, valid, null_slot, path=None, see
             named = all(0 <= one < spec.num_slots and one != null_slot for one in written)
             if not (readable and named and is_state(n, nodes, v, spec)):
                 continue
+            from_slot = own if spec.storage == "inputs" else slot
             for layer in range(pool.shape[0]):
                 if seen is not None:
-                    mark(n, nodes, seen[0][layer, own], seen[1][layer, row], spec)
-                pool[layer, slot] = state_after(n, nodes, before[layer, own], buffer[layer, row], spec)
+                    mark(n, nodes, seen[0][layer, from_slot], seen[1][layer, row], spec)
+                pool[layer, slot] = state_after(n, nodes, before[layer, from_slot], buffer[layer, row], spec)
