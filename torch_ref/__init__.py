@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ref.acceptance import accepted_from_index, track_tokens_at_boundary
+    from torch_ref.acceptance import accepted_from_index, path_to_node, track_tokens_at_boundary
     from torch_ref.cache import ConvCache, HybridCache, allocate_conv_cache, dense_view
     from torch_ref.commit import commit_after_verify, commit_conv_state, commit_recurrent_state
     from torch_ref.layout import ConvCacheSpec, use_storage
@@ -39,6 +39,7 @@ __all__ = [
     "commit_recurrent_state",
     "dense_view",
     "gather_windows",
+    "path_to_node",
     "reset_conv_state",
     "track_tokens_at_boundary",
     "use_storage",
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "commit_recurrent_state": "commit",
     "dense_view": "cache",
     "gather_windows": "ops",
+    "path_to_node": "acceptance",
     "reset_conv_state": "ops",
     "track_tokens_at_boundary": "acceptance",
     "use_storage": "layout",

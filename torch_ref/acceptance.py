@@ -1,6 +1,6 @@
 """Index arrays of a commit out of what an engine has at hand: what was accepted, and what to snapshot.
 
-Both functions stay on the device of the tensors that they are given, and wait for nothing.
+The functions stay on the device of the tensors that they are given, and wait for nothing.
 """
 
 from typing import Any
@@ -74,6 +74,51 @@ def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArr
     tokens = accepted.clamp(0, INT32.max)
     reached = (past + tokens) // every * every - past  # of no new multiple the last one is left: 0 or less
     return reached.clamp(min=0).masked_fill(lengths < 0, 0).int()
+
+
+@torch.no_grad()
+def path_to_node(parents: IndexArray, nodes: IndexArray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The path from the root of a draft tree to the last accepted node: `accepted_path` and the count of a commit.
+
+    Args:
+      parents: links `[request, token]` = (B, D), integers; -1 is the committed state, others are less than their own
+        index.
+      nodes: the last accepted node of each request, int `[B]`; -1, or any other that is no node, accepts nothing.
+
+    Returns:
+      accepted_path, int32 `[B, D]`: the nodes from the root to `nodes[b]`, then -1; and num_accepted_tokens, int32
+      `[B]`: how many these are. 0 and -1 throughout where a link on the way points anywhere but backwards or to -1.
+
+    Raises:
+      ValueError: an argument has another shape, dtype, device or range than stated.
+
+    Example:
+      >>> path, count = path_to_node([[-1, 0, 0, 2], [-1, 0, 1, 2]], [3, -1])
+      >>> path.tolist(), count.tolist()
+      ([[0, 2, 3, -1], [-1, -1, -1, -1]], [3, 0])
+    """
+    wrong: list[str] = []
+    devices = [value.device for value in (parents, nodes) if isinstance(value, torch.Tensor)]
+    links = _integers("parents", parents, "request, token", wrong, *devices[:1])
+    last = _integers("nodes", nodes, "request", wrong, *devices[:1])
+    if links.ndim == 2 and last.shape != links.shape[:1] and not wrong:
+        wrong.append(mismatch("nodes", f"request = {tuple(links.shape[:1])}", tuple(last.shape)))
+    if links.device != last.device:
+        wrong.append(mismatch("nodes", f"device {links.device}", last.device, SHARED_DEVICE))
+    raise_mismatches(wrong)
+    num_tokens = links.shape[1]
+    node = last.masked_fill((last < 0) | (last >= num_tokens), -1)
+    is_sound = torch.ones_like(node, dtype=torch.bool)
+    upwards = []
+    for _ in range(num_tokens):
+        upwards.append(node)
+        link = links.gather(1, node.clamp(min=0)[:, None])[:, 0].masked_fill(node < 0, -1)
+        is_sound &= (node < 0) | ((link >= -1) & (link < node))
+        node = link.masked_fill(~is_sound, -1)
+    path = torch.stack(upwards, dim=1) if upwards else links
+    count = (path >= 0).sum(1).masked_fill(~is_sound, 0)
+    place = count[:, None] - 1 - torch.arange(num_tokens, device=links.device)  # the root was met last
+    return path.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1).int(), count.int()
 
 
 def _integers(

@@ -67,7 +67,7 @@ def dense_view(conv_windows: torch.Tensor, *, spec: ConvCacheSpec) -> torch.Tens
       `[L, R, D, S, conv_dim]` or `[L, R, D, conv_dim, S]`, without L for one layer: the shape of dense storage.
 
     Raises:
-      ValueError: the storage is dense already, or the shape is another.
+      ValueError: the storage is dense already or has the inputs alone, or the shape is another.
 
     Moves: nothing.
 
@@ -78,7 +78,8 @@ def dense_view(conv_windows: torch.Tensor, *, spec: ConvCacheSpec) -> torch.Tens
     """
     wrong: list[str] = []
     if spec.storage != "sliding":
-        wrong.append(mismatch("spec.storage", "'sliding'", repr(spec.storage), "A dense buffer is its own view."))
+        hint = "A dense buffer is its own view." if spec.storage == "dense" else "The buffer lacks the state's columns."
+        wrong.append(mismatch("spec.storage", "'sliding'", repr(spec.storage), hint))
     elif tuple(conv_windows.shape) not in (spec.windows_shape, spec.windows_shape[1:]):
         wrong.append(mismatch("conv_windows", f"{spec.windows_axes} = {spec.windows_shape}", tuple(conv_windows.shape)))
     raise_mismatches(wrong)

@@ -44,6 +44,23 @@ class Indices:
 
     def index(self, name: str, value: IndexArray | None) -> torch.Tensor | None:
         """An index array that may be None; wider integers saturate."""
+        taken = self._integers(name, value)
+        return None if taken is None else self._of_length(name, taken)
+
+    def table(self, name: str, value: IndexArray | None, num_tokens: int) -> torch.Tensor | None:
+        """An index for each request and token, int32 `[B, D]`, that may be None."""
+        taken = self._integers(name, value, nested=True)
+        if taken is None:
+            return None
+        if taken.numel() == 0 and not isinstance(value, torch.Tensor):
+            taken = taken.reshape(0, num_tokens)  # a list of no requests has no tokens to count
+        if tuple(taken.shape) != (self.num_requests, num_tokens):
+            requests = "B" if self.num_requests is None else self.num_requests
+            self.wrong.append(mismatch(name, f"request, token = ({requests}, {num_tokens})", tuple(taken.shape)))
+        return taken.contiguous()
+
+    def _integers(self, name: str, value: IndexArray | None, *, nested: bool = False) -> torch.Tensor | None:
+        """An integer tensor, NumPy array or list as int32; a `nested` list has a list for each request."""
         if value is None:
             return None
         if isinstance(value, torch.Tensor):
@@ -51,20 +68,18 @@ class Indices:
                 self.wrong.append(mismatch(name, "an integer dtype", value.dtype))
                 return None
             self.same_device(name, value.device)
-            taken = _saturated(value)
-        else:
-            dtype = getattr(value, "dtype", None)
-            numbers = value.tolist() if hasattr(value, "tolist") else value
-            if dtype is not None and getattr(dtype, "kind", None) not in ("i", "u"):
-                self.wrong.append(mismatch(name, "an integer dtype", dtype))
-                return None
-            integers = [as_integer(n) for n in numbers] if isinstance(numbers, Sequence) else [None]
-            if None in integers:
-                self.wrong.append(mismatch(name, "a flat list of integers", repr(value)))
-                return None
-            clipped = [min(max(n, INT32.min), INT32.max) for n in integers if n is not None]
-            taken = torch.tensor(clipped, dtype=torch.int32, device=self.device)
-        return self._of_length(name, taken)
+            return _saturated(value)
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and getattr(dtype, "kind", None) not in ("i", "u"):
+            self.wrong.append(mismatch(name, "an integer dtype", dtype))
+            return None
+        try:
+            clipped = _clipped(value.tolist() if hasattr(value, "tolist") else value, nested=nested)
+            return torch.tensor(clipped, dtype=torch.int32, device=self.device)
+        except (TypeError, ValueError):
+            expected = "a list of as many integers for each request" if nested else "a flat list of integers"
+            self.wrong.append(mismatch(name, expected, repr(value)))
+            return None
 
     def flags(self, name: str, value: Any) -> torch.Tensor:
         """A bool array; None is all False."""
@@ -110,6 +125,7 @@ class Call(Indices):
         self.spec: ConvCacheSpec = spec
         self.common: dict[str, Any] = {"spec": spec, "layer": None}
         self.x = self.state = self.windows = torch.empty(0)
+        self.previous: torch.Tensor | None = None
         self.is_stacked = isinstance(conv_state, torch.Tensor) and conv_state.ndim == len(spec.state_shape)
         if first is conv_state:
             self.state = self.leaf("conv_state", conv_state, spec.state_shape, spec.state_axes)
@@ -152,20 +168,40 @@ class Call(Indices):
         shape = self.spec.windows_shape
         self.windows = self.leaf("conv_windows", conv_windows, shape, self.spec.windows_axes)
         self.check_written("conv_windows", conv_windows, written=written)
-        if isinstance(conv_windows, torch.Tensor) and (conv_windows.ndim == len(shape)) != self.is_stacked:
+        self.check_form("conv_windows", conv_windows, shape)
+
+    def take_previous(self, resume_windows: Any) -> None:
+        """The buffer of the step before, where it is another one than this step's."""
+        if resume_windows is not None:
+            shape = self.spec.windows_shape
+            self.previous = self.leaf("resume_windows", resume_windows, shape, self.spec.windows_axes)
+            self.check_written("resume_windows", resume_windows, written=False)
+            self.check_form("resume_windows", resume_windows, shape)
+
+    def check_form(self, name: str, tensor: Any, stacked: tuple[int, ...]) -> None:
+        """Stacked or one layer's, as the pool is."""
+        if isinstance(tensor, torch.Tensor) and (tensor.ndim == len(stacked)) != self.is_stacked:
             expected = "a layer axis, as conv_state has" if self.is_stacked else "no layer axis, as conv_state has none"
-            self.wrong.append(mismatch(self.called("conv_windows"), expected, tuple(conv_windows.shape)))
+            self.wrong.append(mismatch(self.called(name), expected, tuple(tensor.shape)))
 
     def take_inputs(
-        self, x: Any, weight: Any, bias: Any, tokens: tuple[str, int] | None, state_indices: IndexArray
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        tokens: tuple[str, int] | None,
+        state_indices: IndexArray,
+        *,
+        x_in_rows: bool = False,
     ) -> None:
-        """x, the filter and the slots; `tokens` is the middle axis of x and its length."""
+        """x, unless the rows have it, the filter and the slots; `tokens` is the middle axis of x and its length."""
         middle = () if tokens is None else (tokens[1],)
         axes = "request, channel" if tokens is None else "request, token, channel"
         dim, width = self.spec.conv_dim, self.spec.width
-        self.x = self._float("x", x)
-        if self.x.ndim == 2 + len(middle):
-            self.num_requests = self.x.shape[0]
+        if not x_in_rows:
+            self.x = self._float("x", x)
+            if self.x.ndim == 2 + len(middle):
+                self.num_requests = self.x.shape[0]
         slots = self.first_index("state_indices", state_indices)
         self._shape("x", x, axes, (self.num_requests or 0, *middle, dim))
         taps = self._float("weight", weight)
@@ -210,6 +246,7 @@ class Call(Indices):
             else:
                 self.state = self.state[index : index + 1]
                 self.windows = self.windows[index : index + 1]
+                self.previous = None if self.previous is None else self.previous[index : index + 1]
 
     def take_options(self, null_slot: Any, activation: Any) -> None:
         """The static choices."""
@@ -226,6 +263,18 @@ class Call(Indices):
 
     def check_rows(self, num_requests: int | None) -> None:
         check_rows(num_requests, self.spec.max_requests, "max_requests", self.wrong)
+
+
+def _clipped(numbers: Any, *, nested: bool) -> list[Any]:
+    """A list of integers, or of such lists, within int32."""
+    if not isinstance(numbers, Sequence):
+        raise TypeError
+    if nested:
+        return [_clipped(inner, nested=False) for inner in numbers]
+    integers = [as_integer(n) for n in numbers]
+    if None in integers:
+        raise TypeError
+    return [min(max(n, INT32.min), INT32.max) for n in integers if n is not None]
 
 
 def _saturated(value: torch.Tensor) -> torch.Tensor:
@@ -245,6 +294,22 @@ def shares_memory(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def apart(windows: torch.Tensor, pools: list[tuple[int, int]]) -> torch.Tensor:
+    """A buffer, or a copy of it where it may share memory with one of the pools."""
+    first, end = memory_range(windows)
+    if all(end <= pool_first or pool_end <= first for pool_first, pool_end in pools):
+        return windows
+    return windows.clone(memory_format=torch.contiguous_format)
+
+
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last; those of an empty tensor are equal."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (reach + 1)
 
 
 def check_null_slot(null_slot: Any, wrong: list[str]) -> None:

@@ -8,7 +8,11 @@ step for the prefix cache. All functions here check everything that they are giv
 what was there before the call: a buffer whose range of memory overlaps that of a pool is copied first.
 
 A request is skipped, never clamped or wrapped, when its count is below 1, above D or above its valid tokens, its valid
-tokens are outside 1 … D, its slot is outside the pool or the null slot, or its row is outside the buffer.
+tokens are outside 1 … D, its slot is outside the pool or the null slot, or its row is outside the buffer; with an
+`accepted_path`, when its window needs an entry that is none of its valid tokens.
+
+A conv buffer of inputs storage has no windows: each is put together from the old state in the slot and the inputs in
+the row. So a tracked window, too, needs the slot of its request.
 
 A recurrent commit is the commit of a dense buffer whose windows are one column of prod(…) channels, so both backends
 need one commit only. The Triton backend launches once for each tensor of a structure, for both index sets together:
@@ -30,10 +34,12 @@ from torch_ref.checks import (
     Implementation,
     IndexArray,
     Indices,
+    apart,
     check_null_slot,
     check_rows,
     choose_backend,
     leaves_of,
+    memory_range,
     shares_memory,
 )
 from torch_ref.layout import LARGEST, ConvCacheSpec, as_integer, mismatch
@@ -55,6 +61,7 @@ def commit_conv_state(
     track_indices: IndexArray | None = None,
     track_num_tokens: IndexArray | None = None,
     implementation: Implementation = None,
+    accepted_path: IndexArray | None = None,
 ) -> Any:
     """Copies each request's accepted window into its slot, bit for bit, and leaves everything else as it is.
 
@@ -68,8 +75,13 @@ def commit_conv_state(
       window_rows: buffer row of each request; None for row b.
       num_valid_tokens: v, int `[B]`, as given to verify.
       null_slot: a slot that is never written, or None.
-      track_indices, track_num_tokens: a second slot and count for each request, under the same rules; both or none.
+      track_indices, track_num_tokens: a second slot and count for each request, under the same rules; both or none. In
+        inputs storage its window is made from the old state in `state_indices`, too, and is skipped without one.
       implementation: "eager", "triton", or None: triton for CUDA tensors, eager elsewhere.
+      accepted_path: nodes of a draft tree from the root to the last accepted one, int `[B, D]`: of a row the first n
+        count, and for the tracked window the first `track_num_tokens`. Of these a stored window needs the last one,
+        inputs storage the last S; they are below v, in sliding storage entry n-1 is n-1, else the destination is
+        skipped. None for a chain.
 
     Returns:
       `conv_state` itself.
@@ -77,8 +89,8 @@ def commit_conv_state(
     Raises:
       ValueError: an argument has another shape, dtype, device or range than stated.
 
-    Assumes: live requests have different slots, and a tracked slot is one that no request commits; of two with one
-      slot, either may win, other slots are right.
+    Assumes: live requests have different slots, and a tracked slot is one that no request commits, in inputs storage
+      none of the live `state_indices` at all; of two with one slot, either may win, other slots are right.
     Moves: 2 * S * conv_dim elements per live request, layer and index set.
     """
     wrong: list[str] = []
@@ -91,8 +103,9 @@ def commit_conv_state(
     if not groups and not wrong:
         wrong.append(mismatch("conv_state", "at least one tensor", repr(conv_state)))
     indices = _Given(
-        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
-    )
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
+        accepted_path,
+    )  # fmt: skip
     _commit(groups, indices, implementation, wrong)
     return conv_state
 
@@ -111,6 +124,7 @@ def commit_recurrent_state(
     track_num_tokens: IndexArray | None = None,
     layer_axis: bool = True,
     implementation: Implementation = None,
+    accepted_path: IndexArray | None = None,
 ) -> Any:
     """Copies each request's recurrent state after its accepted tokens into its slot, bit for bit.
 
@@ -121,7 +135,7 @@ def commit_recurrent_state(
       step_states: the state after every token of the step, `[layer, row, token, …]` = (L, R, D, …), in the dtype of
         `state`; layer, row and token strides are free. The same structure.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
-        implementation: as for `commit_conv_state`; rows are those of `step_states`, and so is D.
+        implementation, accepted_path: as for `commit_conv_state`; rows are those of `step_states`, and so is D.
       layer_axis: False when each tensor is one layer's, `[slot, …]` and `[row, token, …]`.
 
     Returns:
@@ -147,8 +161,9 @@ def commit_recurrent_state(
     if not groups and not wrong:
         wrong.append(mismatch("state", "at least one tensor", repr(state)))
     indices = _Given(
-        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens
-    )
+        state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
+        accepted_path,
+    )  # fmt: skip
     _commit(groups, indices, implementation, wrong)
     return state
 
@@ -167,6 +182,7 @@ def commit_after_verify(
     track_indices: IndexArray | None = None,
     track_num_tokens: IndexArray | None = None,
     implementation: Implementation = None,
+    accepted_path: IndexArray | None = None,
 ) -> Cache:
     """Rolls everything that a model keeps back to the accepted token: all conv groups, and the recurrent state.
 
@@ -177,7 +193,7 @@ def commit_after_verify(
       step_rows: row of each request in `step_states`, int `[B]`; None means `window_rows`. Step states that are in the
         order of the requests take `range(B)` where `window_rows` is given.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
-        implementation: as for `commit_conv_state`, the same for all groups.
+        implementation, accepted_path: as for `commit_conv_state`, the same for all groups.
 
     Returns:
       `cache` itself; its tensors are updated in place.
@@ -217,7 +233,7 @@ def commit_after_verify(
     )
     indices = _Given(
         state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
-        step_rows,
+        accepted_path, step_rows,
     )  # fmt: skip
     _commit(groups, indices, implementation, wrong)
     return cache
@@ -245,10 +261,11 @@ class _Given:
     null_slot: Any
     track_indices: IndexArray | None
     track_num_tokens: IndexArray | None
+    accepted_path: IndexArray | None
     step_rows: IndexArray | None = None
 
-    def checked(self, indices: Indices, wrong: list[str]) -> dict[str, Any]:
-        """The same as the backends take them."""
+    def checked(self, indices: Indices, wrong: list[str], num_tokens: list[int]) -> dict[str, Any]:
+        """The same as the backends take them; `num_tokens` has the D of every group."""
         checked = {
             "slots": indices.first_index("state_indices", self.state_indices),
             "accepted": indices.first_index("num_accepted_tokens", self.num_accepted_tokens),
@@ -262,6 +279,8 @@ class _Given:
             wrong.append(mismatch(missing, f"an index array beside `{given}`", None, "The two come together."))
         checked["track_slots"] = indices.index("track_indices", self.track_indices)
         checked["track_accepted"] = indices.index("track_num_tokens", self.track_num_tokens)
+        for tokens in num_tokens:  # with two different ones one of them is refused
+            checked["path"] = indices.table("accepted_path", self.accepted_path, tokens)
         check_null_slot(self.null_slot, wrong)
         return checked
 
@@ -379,7 +398,7 @@ def _commit(groups: list[_Group], given: _Given, implementation: Implementation,
     tensors = [group.state for group in groups if isinstance(group.state, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     indices = Indices(device, wrong)
-    arguments = given.checked(indices, wrong)
+    arguments = given.checked(indices, wrong, sorted({g.spec.num_draft_tokens for g in groups if g.spec is not None}))
     step_rows = indices.index("step_rows", given.step_rows)
     rows = {True: arguments["rows"] if step_rows is None else step_rows, False: arguments["rows"]}
     for group in groups:
@@ -390,24 +409,8 @@ def _commit(groups: list[_Group], given: _Given, implementation: Implementation,
             called = f"the rows of {group.rows_of}" if group.rows_of else "max_requests"
             check_rows(indices.num_requests, group.spec.max_requests, called, wrong)
     backend = choose_backend(implementation, device, wrong)
-    pools = [_memory_range(group.state) for group in groups]
-    buffers = [_apart(group.windows, pools) for group in groups]  # all of them before the first write
+    pools = [memory_range(group.state) for group in groups]
+    buffers = [apart(group.windows, pools) for group in groups]  # all of them before the first write
     for group, windows in zip(groups, buffers, strict=True):
         arguments["rows"] = rows[bool(group.rows_of)]
         backend.commit(group.state, windows, spec=group.spec, **arguments)
-
-
-def _apart(windows: torch.Tensor, pools: list[tuple[int, int]]) -> torch.Tensor:
-    """The buffer, or a copy of it where it may share memory with one of the pools."""
-    first, end = _memory_range(windows)
-    if all(end <= pool_first or pool_end <= first for pool_first, pool_end in pools):
-        return windows
-    return windows.clone(memory_format=torch.contiguous_format)
-
-
-def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one after the last; those of an empty tensor are equal."""
-    if tensor.numel() == 0:
-        return 0, 0
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (reach + 1)

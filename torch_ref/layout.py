@@ -10,7 +10,9 @@ A verify step appends D inputs. Number the inputs of one request so that its old
                 committed state   draft tokens x_0 … x_{D-1}
 
 The state after n tokens is inputs n … n+S-1. Over n = 1 … D these windows cover inputs 1 … S+D-1, so a *sliding* row
-stores just those D+S-1 columns (buffer column c is input c+1), and a *dense* row stores all D windows apart.
+stores just those D+S-1 columns (buffer column c is input c+1), and a *dense* row stores all D windows apart. An
+*inputs* row stores inputs S … S+D-1 only, the D new ones: the older ones are in the pool for as long as nothing
+overwrites them, and a window is put together from both.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 AxisOrder = Literal["time_major", "channel_major"]
-Storage = Literal["sliding", "dense"]
+Storage = Literal["sliding", "dense", "inputs"]
 
 BYTES_PER_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+STORAGES: tuple[Storage, ...] = ("sliding", "dense", "inputs")
 LARGEST = 2**31 - 1
 
 
@@ -77,7 +80,8 @@ class ConvCacheSpec:
       num_draft_tokens: tokens D verified in one step, 1 or more; the already sampled token counts.
       dtype: "bfloat16", "float16" or "float32"; a dtype object is stored by its name.
       axis_order: "time_major" for (column, channel), "channel_major" for (channel, column).
-      storage: "sliding" for the shared run of columns, "dense" for one whole window per token.
+      storage: "sliding" for the shared run of columns, "dense" for one whole window per token, "inputs" for the new
+        inputs alone.
       state_len: columns S of a slot: K-1 (default) or K.
 
     Raises:
@@ -117,7 +121,7 @@ class ConvCacheSpec:
         choices = (
             ("dtype", tuple(BYTES_PER_ITEM)),
             ("axis_order", ("time_major", "channel_major")),
-            ("storage", ("sliding", "dense")),
+            ("storage", STORAGES),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
@@ -149,13 +153,13 @@ class ConvCacheSpec:
 
     @property
     def num_columns(self) -> int:
-        """Columns of one sliding row, D+S-1."""
-        return self.state_columns + self.num_draft_tokens - 1
+        """Columns of one sliding row, D+S-1; of an inputs row, D."""
+        return self.first_token_column + self.num_draft_tokens
 
     @property
     def first_token_column(self) -> int:
-        """Column of a sliding row that holds x_0: input S is column S-1."""
-        return self.state_columns - 1
+        """Column of a row that holds x_0: of a sliding row S-1, since it starts with input 1; of an inputs row 0."""
+        return 0 if self.storage == "inputs" else self.state_columns - 1
 
     @property
     def is_time_major(self) -> bool:
@@ -192,7 +196,8 @@ class ConvCacheSpec:
 
     @property
     def windows_shape(self) -> tuple[int, ...]:
-        """The buffer: sliding (L, R, D+S-1, conv_dim) or (L, R, conv_dim, D+S-1); dense (L, R, D, *window)."""
+        """The buffer: sliding (L, R, D+S-1, conv_dim) or (L, R, conv_dim, D+S-1), inputs likewise with D columns;
+        dense (L, R, D, *window)."""
         if self.storage == "dense":
             return (self.num_layers, self.max_requests, self.num_draft_tokens, *self.window_shape)
         return (self.num_layers, self.max_requests, *self._ordered(self.num_columns))
@@ -220,7 +225,7 @@ class ConvCacheSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one request's row over all layers."""
-        stored = self.num_columns if self.storage == "sliding" else self.state_columns * self.num_draft_tokens
+        stored = self.state_columns * self.num_draft_tokens if self.storage == "dense" else self.num_columns
         return self.item_bytes * self.conv_dim * stored * self.num_layers
 
     @property
@@ -237,11 +242,14 @@ class ConvCacheSpec:
         """Columns of a sliding row that are the state after `num_accepted_tokens` tokens, 1 … D.
 
         Raises:
-          ValueError: the count is out of range; 0 tokens have no window, the pool itself is that state.
+          ValueError: the count is out of range; 0 tokens have no window, the pool itself is that state. Or the storage
+            is another, whose windows are no run of columns.
 
         >>> ConvCacheSpec(1, 1, 1, 8, width=5, num_draft_tokens=3).window_columns(3)
         slice(2, 6, None)
         """
+        if self.storage != "sliding":
+            raise_mismatches([mismatch("storage", "'sliding'", repr(self.storage), "Only its windows are such a run.")])
         if not 1 <= num_accepted_tokens <= self.num_draft_tokens:
             expected = f"1 to num_draft_tokens = {self.num_draft_tokens}"
             raise_mismatches([mismatch("num_accepted_tokens", expected, num_accepted_tokens)])

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from torch_ref import reference
-from torch_ref.checks import Activation, Call, Implementation, IndexArray, check_null_slot, choose_backend
+from torch_ref.checks import (
+    Activation,
+    Call,
+    Implementation,
+    IndexArray,
+    apart,
+    check_null_slot,
+    choose_backend,
+    memory_range,
+)
 from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches
 
 
 @torch.no_grad()
 def causal_conv1d_verify(
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     conv_state: torch.Tensor,
     conv_windows: torch.Tensor,
     weight: torch.Tensor,
@@ -33,15 +42,25 @@ def causal_conv1d_verify(
     null_slot: int | None = None,
     activation: Activation = "silu",
     implementation: Implementation = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolves D draft tokens and records every state they could lead to; the pool is only read.
+    parents: IndexArray | None = None,
+    resume_tokens: IndexArray | None = None,
+    resume_path: IndexArray | None = None,
+    resume_windows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Convolves D draft tokens and records every state they could lead to; the pool is only read, with one exception.
 
-    The row receives the state without its oldest column, then x_0 … x_{v-1}; `commit_conv_state` picks a window later.
+    A sliding row receives the state without its oldest column, then x_0 … x_{v-1}; an inputs row x_0 … x_{v-1} alone; a
+    dense row the window after each of them. `commit_conv_state` picks a window later. Or nothing is committed, and the
+    next verify resumes from the row: `resume_tokens` says after how many tokens. An inputs row does not suffice for
+    that, so in this storage a step that resumes also writes the state from which it starts to the slot.
 
     Args:
-      x: `[request, token, channel]` = (B, D, conv_dim), any strides; rounded once to the state's dtype.
-      conv_state: the pool, `spec.state_shape`, or one layer of it; slot and layer strides are free.
-      conv_windows: the buffer, `spec.windows_shape`, or one layer of it; written.
+      x: `[request, token, channel]` = (B, D, conv_dim), any strides; rounded once to the state's dtype. None in inputs
+        storage where the rows have it already: a caller who keeps the inputs of all layers in one tensor passes that as
+        the buffer.
+      conv_state: the pool, `spec.state_shape`, or one layer of it; slot and layer strides are free. Written only where
+        an inputs step resumes.
+      conv_windows: the buffer, `spec.windows_shape`, or one layer of it; written, unless it has x.
       weight: `[channel, tap]` = (conv_dim, K) or (conv_dim, 1, K); tap K-1 meets the current token.
       bias: `[channel]` or None.
       spec: the geometry.
@@ -52,27 +71,79 @@ def causal_conv1d_verify(
       null_slot: a slot that is never used, or None.
       activation: "silu" or None.
       implementation: "eager", "triton", or None: triton for CUDA tensors, eager elsewhere.
+      parents: links of a draft tree, int `[B, D]`: -1 is the committed state, others are less than their own index. A
+        token meets its own ancestors. Sliding storage takes chains only. A request with another link among its v
+        tokens is skipped. None for a chain.
+      resume_tokens: tokens r of the previous step that were accepted, int `[B]`: 1 … D start from the window after r of
+        them, 0 from the slot; others are skipped. None for 0.
+      resume_path: their nodes, where the previous step was a tree, int `[B, D]`, the first r of a row count. Skipped
+        when the window needs an entry that is no node; in sliding storage when entry r-1 is not r-1.
+      resume_windows: inputs storage only: the buffer of the previous step; None for `conv_windows`.
 
     Returns:
-      y `[request, token, channel]` in x's dtype, zero for skipped requests and for tokens from v on; and
-      `conv_windows` itself.
+      y `[request, token, channel]` in x's dtype (without x in the state's), zero for skipped requests and for tokens
+      from v on; `conv_windows` itself; and, where an inputs step resumes, `conv_state` itself.
 
     Raises:
       ValueError: an argument has another shape, dtype, device or range than stated.
 
-    Assumes: live requests have different rows.
-    Moves: per request S + D columns in, D+S-1 columns and D columns of y out.
+    Assumes: live requests have different rows, and different slots where these are written.
+    Moves: per request S + D columns in, D+S-1 columns (D in inputs storage, none without x) and D columns of y out; S
+      more where an inputs step resumes.
     """
     wrong: list[str] = []
     call = Call(spec, conv_state, wrong)
-    call.take_windows(conv_windows)
-    call.take_inputs(x, weight, bias, ("token", spec.num_draft_tokens), state_indices)
+    advances = spec.storage == "inputs" and resume_tokens is not None
+    call.check_written("conv_state", conv_state, written=advances)
+    call.take_windows(conv_windows, written=x is not None)
+    call.take_previous(resume_windows)
+    call.take_inputs(
+        x,
+        weight,
+        bias,
+        ("token", spec.num_draft_tokens),
+        state_indices,
+        x_in_rows=x is None and spec.storage == "inputs",
+    )
     call.take_layer(layer)
     call.take_options(null_slot, activation)
     rows, valid = call.take_rows(window_rows), call.index("num_valid_tokens", num_valid_tokens)
+    links = call.table("parents", parents, spec.num_draft_tokens)
+    resume, path = (
+        call.index("resume_tokens", resume_tokens),
+        call.table("resume_path", resume_path, spec.num_draft_tokens),
+    )
+    _check_resume(spec, x, resume_tokens, resume_path, resume_windows, wrong)
     backend = choose_backend(implementation, call.device, wrong)
-    y = backend.verify(call.x, call.state, call.windows, **call.common, rows=rows, valid=valid)
-    return y, conv_windows
+    given = None if x is None else call.x
+    y = backend.verify(
+        given, call.state, call.windows, **call.common, rows=rows, valid=valid, parents=links, resume=resume,
+        resume_path=path, previous=_apart_from(call.previous, call.windows, call.state) if advances else None,
+    )  # fmt: skip
+    return (y, conv_windows, conv_state) if advances else (y, conv_windows)
+
+
+def _check_resume(
+    spec: ConvCacheSpec, x: Any, resume_tokens: Any, resume_path: Any, resume_windows: Any, wrong: list[str]
+) -> None:
+    """Which arguments of a step that resumes go together."""
+    if resume_tokens is None:
+        for name, value in (("resume_path", resume_path), ("resume_windows", resume_windows)):
+            if value is not None:
+                wrong.append(mismatch(name, "None without `resume_tokens`", type(value).__name__))
+    if resume_windows is not None and spec.storage != "inputs":
+        hint = "Other storages resume from the row that they write."
+        wrong.append(mismatch("resume_windows", "None, or storage 'inputs'", f"storage '{spec.storage}'", hint))
+    if spec.storage == "inputs" and x is None and resume_tokens is not None and resume_windows is None:
+        hint = "`conv_windows` has those of this step."
+        wrong.append(mismatch("resume_windows", "the previous step's inputs where `x` is None", None, hint))
+
+
+def _apart_from(previous: torch.Tensor | None, windows: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
+    """The previous buffer, or a copy of it where it may share memory with what is written, but is not this buffer."""
+    if previous is None or (previous.data_ptr() == windows.data_ptr() and previous.stride() == windows.stride()):
+        return previous
+    return apart(previous, [memory_range(windows), memory_range(state)])
 
 
 @torch.no_grad()
@@ -205,6 +276,10 @@ def gather_windows(
     *,
     spec: ConvCacheSpec,
     window_rows: IndexArray | None = None,
+    conv_state: torch.Tensor | None = None,
+    state_indices: IndexArray | None = None,
+    null_slot: int | None = None,
+    accepted_path: IndexArray | None = None,
 ) -> torch.Tensor:
     """The state after `num_accepted_tokens[b]` tokens of every request, in a new tensor.
 
@@ -213,6 +288,12 @@ def gather_windows(
       num_accepted_tokens: n, int `[B]`.
       spec: the geometry.
       window_rows: buffer row of each request; None for row b.
+      conv_state, state_indices, null_slot: of inputs storage, which puts windows together from the pool and the row:
+        the pool, stacked or one layer's as the buffer is, the slot of each request, and a slot that is never used or
+        None. Other storages take none of them.
+      accepted_path: nodes of a tree from the root to the last accepted one, int `[B, D]`; the first n of a row count.
+        Skipped when the window needs one that is no node; in sliding storage when entry n-1 is not n-1. None for a
+        chain.
 
     Returns:
       `[L, B, *spec.window_shape]`, without L for one layer's buffer; zeros for skipped requests.
@@ -221,12 +302,26 @@ def gather_windows(
       ValueError: an argument has another shape, dtype, device or range than stated.
     """
     wrong: list[str] = []
-    call = Call(spec, None, wrong, first=conv_windows)
+    call = Call(spec, conv_state, wrong, first=conv_windows)
     windows = call.leaf("conv_windows", conv_windows, spec.windows_shape, spec.windows_axes)
     accepted = call.first_index("num_accepted_tokens", num_accepted_tokens)
     rows = call.take_rows(window_rows)
+    path = call.table("accepted_path", accepted_path, spec.num_draft_tokens)
+    state = slots = None
+    if spec.storage == "inputs":
+        state = call.leaf("conv_state", conv_state, spec.state_shape, spec.state_axes)
+        call.check_form("conv_windows", conv_windows, spec.windows_shape)
+        slots = call.first_index("state_indices", state_indices)
+        check_null_slot(null_slot, wrong)
+    else:
+        for name, value in (("conv_state", conv_state), ("state_indices", state_indices), ("null_slot", null_slot)):
+            if value is not None:
+                hint = "The rows have whole windows."
+                wrong.append(mismatch(name, f"None for storage '{spec.storage}'", type(value).__name__, hint))
     raise_mismatches(wrong)
-    taken = reference.gather(windows, spec=spec, accepted=accepted, rows=rows)
+    taken = reference.gather(
+        windows, spec=spec, accepted=accepted, rows=rows, path=path, state=state, slots=slots, null_slot=null_slot
+    )
     return taken if conv_windows.ndim == len(spec.windows_shape) else taken[0]
 
 
