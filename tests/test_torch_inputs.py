@@ -20,7 +20,7 @@ from tests import adapters  # noqa: E402
 from tests.adapters import Path  # noqa: E402
 from tests.cases import INT32_MAX, INT32_MIN, assert_same_bits, assert_y_close, poison, unique_bits, values  # noqa: E402
 from tests.definition import bits  # noqa: E402
-from tests.torch_cases import array_of, how, tensor_of  # noqa: E402
+from tests.torch_cases import array_of, commit_loops, how, on_torch, tensor_of  # noqa: E402
 from torch_ref import ConvCacheSpec  # noqa: E402
 from torch_ref.layout import STORAGES  # noqa: E402
 
@@ -484,3 +484,455 @@ def test_gather_by_the_rules(size: Any, stacked: bool, chains: bool, storage: An
     )  # fmt: skip
     assert_same_bits(array_of(taken), expected if stacked else expected[1])
     assert_same_bits(array_of(state), pool)
+
+
+# --- steps without a commit -------------------------------------------------------------------------------------------
+
+
+def random_node(rng: Any, parents: list[int], valid: int) -> list[int]:
+    """The path to one of the tokens that count."""
+    return ancestry(int(rng.integers(0, valid)), parents)
+
+
+def padded(nodes: list[int], spec: ConvCacheSpec) -> list[int]:
+    return nodes + [-1] * (spec.num_draft_tokens - len(nodes))
+
+
+@on_torch
+@both_orders
+@all_storages
+def test_fifty_steps_without_a_commit(path: Path, storage: Any, order: Any) -> None:
+    """Each step resumes from the one before, along a random path of a random tree; requests leave, and others come.
+
+    The accepted tokens are those that one-token decoding sees, so y and every state have its bits.
+    """
+    spec = spec_of(storage, order, dtype="float16", state_len=4, num_slots=11, max_requests=7)
+    rng, layer = np.random.default_rng(5), 1
+    pool, windows = values(spec.state_shape, "float16", 1), poison(spec.windows_shape, "float16")
+    state, buffer, plain, weight = tensor_of([pool, windows, pool, values((5, 4), "float32", 2)], path)
+    slots, rows = [3, -1, 7, 1], [6, 2, 0, 5]
+    counts, accepted = np.zeros(4, np.int32), np.full((4, 3), -1)
+    given: dict[str, Any] = {"spec": spec, "state_indices": slots, "window_rows": rows}
+    for step in range(50 if path.name != "torch-triton" else 3):
+        x = tensor_of(values((4, 3, 5), "float32", 100 + step), path)
+        parents, valid = [random_parents(spec, rng) for _ in slots], rng.integers(1, 4, 4)
+        y, *_ = torch_ref.causal_conv1d_verify(
+            x, state, buffer, weight, **given, layer=layer, num_valid_tokens=valid, parents=parents,
+            resume_tokens=counts, resume_path=accepted, **how(path),
+        )  # fmt: skip
+        nodes = [random_node(rng, links, v) for links, v in zip(parents, valid, strict=True)]
+        if storage == "inputs" and step % 3 == 2:
+            nodes[0] = []  # the step before is in the slot, so that nothing is lost when a step is
+        counts, accepted = np.asarray([len(n) for n in nodes], np.int32), np.asarray([padded(n, spec) for n in nodes])
+        for place in range(3):
+            now = [slot if n > place else -1 for slot, n in zip(slots, counts, strict=True)]
+            token = torch.tensor([max(node[place], 0) for node in accepted], device=x.device)
+            chosen = x[torch.arange(4, device=x.device), token]
+            single, _ = torch_ref.causal_conv1d_update(
+                chosen, plain, weight, spec=spec, state_indices=now, layer=layer, **how(path)
+            )
+            for b in (b for b, slot in enumerate(now) if slot >= 0):
+                assert_same_bits(array_of(y[b, token[b]]), array_of(single[b]))
+        if step % 4 == 1:  # one leaves, and a copy of its state is left to another; the rest goes on uncommitted
+            torch_ref.commit_conv_state(
+                state, buffer, slots, [counts[0], 1, 0, 0], spec=spec, window_rows=rows, num_valid_tokens=valid,
+                accepted_path=accepted, **how(path),
+            )  # fmt: skip
+            assert_same_bits(array_of(state[layer, slots[0]]), array_of(plain[layer, slots[0]]))
+            state[layer, 9], plain[layer, 9] = state[layer, slots[0]], plain[layer, slots[0]]
+            counts[0] = 0
+        taken = torch_ref.gather_windows(
+            buffer, counts, spec=spec, window_rows=rows, accepted_path=accepted,
+            **({"conv_state": state, "state_indices": slots} if storage == "inputs" else {}),
+        )  # fmt: skip
+        for b in (b for b, slot in enumerate(slots) if slot >= 0):
+            now = taken[layer, b] if counts[b] else state[layer, slots[b]]
+            assert_same_bits(array_of(now), array_of(plain[layer, slots[b]]), f"step {step}, request {b}")
+    torch_ref.commit_conv_state(
+        state, buffer, slots, counts, spec=spec, window_rows=rows, accepted_path=accepted, **how(path)
+    )
+    assert_same_bits(array_of(state[layer]), array_of(plain[layer]))
+
+
+@on_torch
+@both_orders
+@pytest.mark.parametrize("one_layer", [True, False])
+def test_inputs_that_the_caller_keeps(path: Path, one_layer: bool, order: Any) -> None:
+    """x as the buffer of two steps in turn: verify writes nothing but y, and the pool where it resumes."""
+    spec = spec_of("inputs", order, num_slots=5, max_requests=3)
+    pool, x = values(spec.state_shape, "float32", 1), values((3, 2, 3, 3, 5), "float32", 2)
+    held = np.ascontiguousarray(x if order == "time_major" else x.swapaxes(-1, -2))  # step, layer, row, …
+    weight = values((5, 4), "float32", 3)
+    state, again, buffer, kept, taps = tensor_of(
+        [pool, pool, poison(spec.windows_shape, "float32"), held, weight], path
+    )
+    at: Any = slice(None) if not one_layer else 1
+    layer: dict[str, Any] = {} if one_layer else {"layer": 1}
+    given: dict[str, Any] = {"spec": spec, "state_indices": [4, 0, 2], "num_valid_tokens": [3, 2, 3], **layer}
+    for step, counts in enumerate([None, [3, 1, 0], [1, 2, 3]]):
+        more = {} if counts is None else {"resume_tokens": counts}
+        y, *rest = torch_ref.causal_conv1d_verify(
+            tensor_of(x[step, 1], path), state[at], buffer[at], taps, **given, **more, **how(path)
+        )
+        if counts is not None:
+            more["resume_windows"] = kept[step - 1][at]
+        windows, slots = kept[step][at], again[at]
+        y2, *rest2 = torch_ref.causal_conv1d_verify(None, slots, windows, taps, **given, **more, **how(path))
+        assert rest2[0] is windows
+        assert len(rest2) == len(rest) == 1 + (counts is not None)
+        assert all(one is slots for one in rest2[1:])
+        assert_same_bits(array_of(y2), array_of(y))
+        assert array_of(y)[0].any()
+        assert_same_bits(array_of(again), array_of(state))
+    assert_same_bits(array_of(kept), held)
+    assert (array_of(state)[1] != pool[1]).any()
+
+
+@on_torch
+def test_the_previous_buffer_may_share_memory(path: Path) -> None:
+    """Row r of the previous step is where row r+1 of this one goes: what is read is what was there before."""
+    spec = spec_of("inputs", num_layers=1, num_slots=6, max_requests=5)
+    memory, pool = values((1, 6, 3, 5), "float32", 1), values(spec.state_shape, "float32", 2)
+    x, weight = values((5, 3, 5), "float32", 3), values((5, 4), "float32", 4)
+    requests = [Request(b, b, 3, [-1, 0, 1], b % 4, [0, 1, 2]) for b in (0, 1, 3, 4, 5)]
+    requests = [dataclasses.replace(request, row=b) for b, request in enumerate(requests)]
+    for first, second in ((slice(1, 6), slice(0, 5)), (slice(0, 5), slice(1, 6)), (slice(0, 5), slice(0, 5))):
+        windows, previous = memory[:, first].copy(), memory[:, second].copy()
+        after, advanced, _ = verified(changed(spec), requests, 0, x, pool, windows, previous)
+        shared, state = tensor_of([memory, pool], path)
+        torch_ref.causal_conv1d_verify(
+            tensor_of(x, path), state, shared[:, first], tensor_of(weight, path), spec=spec, layer=0,
+            state_indices=[r.slot for r in requests], resume_tokens=[r.resume for r in requests],
+            resume_windows=shared[:, second], **how(path),
+        )  # fmt: skip
+        assert_same_bits(array_of(shared[:, first]), after)
+        assert_same_bits(array_of(state), advanced)
+
+
+@on_torch
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_storages_agree(path: Path, trees: bool) -> None:
+    """y and the state after every node are the same bits in all storages and orders that can have them."""
+    tokens, width = 4, 4
+    parents = [[-1, 0, 0, 2], [-1, -1, 1, 1], [-1, 0, 1, 2]] if trees else [[-1, 0, 1, 2]] * 3
+    x, pool = values((3, tokens, 5), "bfloat16", 1), values((1, 7, width - 1, 5), "bfloat16", 2)
+    weight, outcomes = values((5, width), "float32", 3), []
+    for storage, order in itertools.product(STORAGES[trees:], ("time_major", "channel_major")):
+        spec = spec_of(
+            storage, order, num_layers=1, num_slots=7, max_requests=3, num_draft_tokens=tokens, dtype="bfloat16"
+        )
+        held = pool if order == "time_major" else np.ascontiguousarray(pool.swapaxes(-1, -2))
+        state, buffer = tensor_of([held, poison(spec.windows_shape, "bfloat16")], path)
+        y, _ = torch_ref.causal_conv1d_verify(
+            tensor_of(x, path), state, buffer, tensor_of(weight, path), spec=spec, layer=0, state_indices=[5, 1, 0],
+            parents=parents, **how(path),
+        )  # fmt: skip
+        outcome = [array_of(y)]
+        for node in range(tokens):
+            nodes, counts = torch_ref.path_to_node(parents, [node] * 3)
+            taken = torch_ref.gather_windows(
+                buffer, counts.to(y.device), spec=spec, accepted_path=nodes.to(y.device),
+                **({"conv_state": state, "state_indices": [5, 1, 0]} if storage == "inputs" else {}),
+            )  # fmt: skip
+            outcome.append(by_column(array_of(taken), spec).copy())
+        outcomes.append(outcome)
+    for outcome in outcomes[1:]:
+        for mine, theirs in zip(outcome, outcomes[0], strict=True):
+            assert_same_bits(mine, theirs)
+    assert all((outcomes[0][1] != outcomes[0][i]).any() for i in range(2, tokens + 1))
+
+
+# --- forms of the arguments -------------------------------------------------------------------------------------------
+
+
+@on_torch
+@both_orders
+def test_layer_index_as_a_tensor_and_free_strides(path: Path, order: Any) -> None:
+    """Pool, buffer and previous buffer with other layer and slot strides; a layer outside the stack skips all."""
+    spec = spec_of("inputs", order, num_slots=6, max_requests=5)
+    requests = [Request(b + 1, 4 - b, 1 + b % 3, [-1, 0, 0], b % 4, [0, 1, 2]) for b in range(4)]
+    pool, windows = values(spec.state_shape, "float32", 1), values(spec.windows_shape, "float32", 2)
+    previous, x = values(spec.windows_shape, "float32", 3), values((4, 3, 5), "float32", 4)
+    for layer in (1, -1, 2, INT32_MIN):
+        tensors = tensor_of([pool, windows, previous], path)
+        state, buffer, before = (
+            torch.stack([t, torch.full_like(t, torch.nan)], dim=2).transpose(0, 1).contiguous().transpose(0, 1)[:, :, 0]
+            for t in tensors
+        )
+        assert not state.is_contiguous()
+        y, _, _ = torch_ref.causal_conv1d_verify(
+            tensor_of(x, path), state, buffer, tensor_of(values((5, 4), "float32", 5), path), spec=spec,
+            layer=torch.tensor(layer, device=state.device), state_indices=column_of(requests, "slot"),
+            window_rows=column_of(requests, "row"), num_valid_tokens=column_of(requests, "valid"),
+            parents=[r.parents for r in requests], resume_tokens=column_of(requests, "resume"), resume_windows=before,
+            null_slot=NULL, **how(path),
+        )  # fmt: skip
+        after, advanced = windows, pool
+        if layer == 1:
+            after, advanced, _ = verified(spec, requests, 1, x, pool, windows, previous)
+        assert bool(y.any()) == (layer == 1)
+        assert_same_bits(array_of(buffer), after)
+        assert_same_bits(array_of(state), advanced)
+        for request in requests:
+            request.count = request.valid
+        torch_ref.commit_conv_state(
+            state, buffer, column_of(requests, "slot"), column_of(requests, "count"), spec=spec,
+            window_rows=column_of(requests, "row"), null_slot=NULL, **how(path),
+        )  # fmt: skip
+        whole = [dataclasses.replace(request, valid=3) for request in requests]
+        assert_same_bits(array_of(state), committed(spec, whole, advanced, after, chains=True))
+
+
+@on_torch
+@both_orders
+def test_no_requests_and_no_rows(path: Path, order: Any) -> None:
+    spec = spec_of("inputs", order, max_requests=0)
+    pool = values(spec.state_shape, "float32", 1)
+    state, weight = tensor_of([pool, values((5, 4), "float32", 2)], path)
+    buffer = torch.zeros(spec.windows_shape, device=state.device)
+    for batch, rows in ((0, None), (2, [0, -1])):
+        ones: Any = [1] * batch
+        given: dict[str, Any] = {"spec": spec, "state_indices": ones, "window_rows": rows, "layer": 0}
+        more: dict[str, Any] = {"resume_tokens": ones, "parents": [[-1, 0, 1]] * batch, **how(path)}
+        y, *_ = torch_ref.causal_conv1d_verify(
+            torch.ones(batch, 3, 5, device=state.device), state, buffer, weight, **given, **more
+        )
+        y2, *_ = torch_ref.causal_conv1d_verify(None, state, buffer, weight, resume_windows=buffer, **given, **more)
+        torch_ref.commit_conv_state(
+            state, buffer, ones, ones, spec=spec, window_rows=rows, accepted_path=[[0, 1, 2]] * batch, **how(path)
+        )
+        taken = torch_ref.gather_windows(
+            buffer, ones, spec=spec, window_rows=rows, conv_state=state, state_indices=ones,
+            accepted_path=np.zeros((batch, 3), np.int64),
+        )  # fmt: skip
+        assert y.shape == y2.shape == (batch, 3, 5)
+        assert taken.shape == (2, batch, *spec.window_shape)
+        assert not y.any() and not y2.any() and not taken.any()
+    assert_same_bits(array_of(state), pool)
+
+
+@on_torch
+@both_orders
+def test_offsets_past_two_to_the_31(path: Path, order: Any) -> None:
+    """As for the other storages: pool and buffer begin in the middle of 8 GiB of which a few pages are touched."""
+    spec = spec_of("inputs", order, num_slots=3, max_requests=3, dtype="bfloat16")
+    for strides in ((2**31 + 64, 32), (32, 2**30 + 64)):
+        try:
+            memory = torch.empty(2**32 + 4096, dtype=torch.bfloat16, device="cuda" if path.on_gpu else "cpu")
+        except RuntimeError:
+            pytest.skip("8 GiB of address space are missing")
+        last, other = ((5, 1), (5, 1)) if order == "time_major" else ((3, 1), (3, 1))
+        pool = memory.as_strided(spec.state_shape, (*strides, *last), 2**31)
+        windows = memory.as_strided(spec.windows_shape, (*strides, *other), 2**31 + 128)
+        alias = memory[:4096].fill_(1)
+        pool[1, 2].fill_(2)
+        windows[1, 2].fill_(4)
+        x = torch.full((1, 3, 5), 3.0, dtype=torch.bfloat16, device=memory.device)
+        options: dict[str, Any] = {"spec": spec, "window_rows": [2], **how(path)}
+        y, *_ = torch_ref.causal_conv1d_verify(
+            x, pool, windows, torch.ones(5, 4, device=memory.device), state_indices=[2], layer=1, activation=None,
+            resume_tokens=[1], parents=[[-1, 0, -1]], **options,
+        )  # fmt: skip
+        assert y[0, :, 4].tolist() == [11.0, 12.0, 11.0]
+        columns = pool[1, 2] if order == "time_major" else pool[1, 2].T
+        assert columns[:, 4].tolist() == [2, 2, 4]
+        torch_ref.commit_conv_state(pool[1], windows[1], [2], [2], accepted_path=[[0, 2, -1]], **options)
+        assert columns[:, 4].tolist() == [4, 3, 3]
+        assert bool((alias == 1).all())
+        del memory, pool, windows, alias
+
+
+@on_torch
+def test_a_pool_of_other_strides_inside_an_entry_is_refused(path: Path) -> None:
+    """The kernels address an entry as contiguous; verify did not look and read other channels."""
+    for storage in STORAGES:
+        spec = spec_of(storage, num_slots=5, max_requests=3)
+        state = tensor_of(np.ones((2, 5, 5, 3), np.float32), path).transpose(-1, -2)
+        buffer = torch.zeros(spec.windows_shape, device=state.device)
+        x, weight = torch.ones(1, 3, 5, device=state.device), torch.ones(5, 4, device=state.device)
+        message = r"^`conv_state`: expected strides of column, channel = \(5, 1\), got \(1, 3\)\."
+        with pytest.raises(ValueError, match=message):
+            torch_ref.causal_conv1d_verify(
+                x, state, buffer, weight, spec=spec, layer=0, state_indices=[1], **how(path)
+            )  # fmt: skip
+
+
+# --- the whole rollback along a path ----------------------------------------------------------------------------------
+
+
+def last_nodes(requests: list[Request], tokens: int) -> tuple[list[int], list[int]]:
+    """A dense commit along a path as one without: n is the number of the node that it ends with, plus one."""
+    ends: tuple[list[int], list[int]] = ([], [])
+    for request in requests:
+        for end, count in zip(ends, (request.count, request.track_count), strict=True):
+            counted = 1 <= count <= request.valid <= tokens
+            node = request.path[count - 1] if counted else -1
+            end.append(node + 1 if 0 <= node < request.valid else 0)
+    return ends
+
+
+@on_torch
+def test_everything_rolls_back_along_a_path(path: Path) -> None:
+    """Inputs of two widths and orders, dense windows, recurrent states: one path for all; then these states alone."""
+    common: dict[str, Any] = {"num_slots": 110, "max_requests": 51, "num_layers": 1}
+    specs = {
+        "q": spec_of("inputs", dtype="bfloat16", **common),
+        "k": spec_of("inputs", "channel_major", width=3, state_len=3, conv_dim=3, **common),
+        "v": spec_of("dense", dtype="float16", conv_dim=3, **common),
+    }
+    requests = commit_batch(specs["q"], np.random.default_rng(8))
+    pools = {n: unique_bits(s.state_shape, s.dtype, i) for i, (n, s) in enumerate(specs.items())}
+    rows = {n: unique_bits(s.windows_shape, s.dtype, i + 9) for i, (n, s) in enumerate(specs.items())}
+    held, steps = unique_bits((2, 110, 2, 3), "float32", 5), unique_bits((2, 51, 3, 2, 3), "float32", 6)
+    ends, track_ends = last_nodes(requests, 3)
+    expected = held.copy()
+    more: dict[str, Any] = {"rows": column_of(requests, "row"), "valid": column_of(requests, "valid"), "null": NULL}
+    for slots, counts in ((column_of(requests, "slot"), ends), (column_of(requests, "track_slot"), track_ends)):
+        commit_loops(bits(expected), bits(steps), slots, counts, **more)
+
+    slots, counts = column_of(requests, "slot"), column_of(requests, "count")
+    indices = indices_of(requests, chains=False)
+    state, after_steps = tensor_of([held, steps], path)
+    conv = {n: torch_ref.ConvCache(*tensor_of([pools[n], rows[n]], path), spec=spec) for n, spec in specs.items()}
+    cache = torch_ref.HybridCache(conv, state)
+    assert torch_ref.commit_after_verify(cache, slots, counts, step_states=after_steps, **indices, **how(path)) is cache
+    for name, spec in specs.items():
+        after = committed(spec, requests, pools[name], rows[name], chains=False)
+        assert_same_bits(array_of(conv[name].conv_state), after, name)
+    assert_same_bits(array_of(state), expected, "recurrent")
+    alone = tensor_of(held, path)
+    torch_ref.commit_recurrent_state(alone, after_steps, slots, counts, **indices, **how(path))
+    assert_same_bits(array_of(alone), expected)
+    assert (bits(expected) != bits(held)).any(axis=(0, 2, 3)).sum() >= 8
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 7])
+def test_path_to_node_by_the_links(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    links = np.asarray([[rng.integers(-1, token) for token in range(tokens)] for _ in range(300)])
+    links[rng.random(links.shape) < 0.1] = rng.choice([-2, tokens - 1, tokens, *LIMITS])
+    nodes = rng.integers(-2, tokens + 2, 300)
+    nodes[:4] = [*LIMITS, -1, tokens]
+    paths, counts = torch_ref.path_to_node(links, torch.from_numpy(nodes))
+    assert paths.dtype == counts.dtype == torch.int32
+    seen = set()
+    for parents, node, got, count in zip(links.tolist(), nodes.tolist(), paths.tolist(), counts.tolist(), strict=True):
+        upwards, now = [], node
+        while 0 <= now < tokens:
+            upwards.append(now)
+            above = parents[now]
+            if not -1 <= above < now:  # a link that leads nowhere: nothing is accepted
+                upwards = []
+                break
+            now = above
+        assert got == upwards[::-1] + [-1] * (tokens - len(upwards))
+        assert count == len(upwards)
+        seen.add(count)
+    assert len(seen) > tokens / 2
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def verify_call(storage: Any, **changes: Any) -> Any:
+    spec = spec_of(storage, num_slots=5, max_requests=3)
+    arguments: dict[str, Any] = {"x": torch.ones(2, 3, 5), "conv_state": torch.zeros(spec.state_shape)}
+    arguments |= {"conv_windows": torch.zeros(spec.windows_shape), "weight": torch.ones(5, 4), "spec": spec}
+    return torch_ref.causal_conv1d_verify(**(arguments | {"state_indices": [1, 2], "layer": 0} | changes))
+
+
+def gather_call(storage: Any, **changes: Any) -> Any:
+    spec = spec_of(storage, num_slots=5, max_requests=3)
+    windows = torch.zeros(spec.windows_shape)
+    arguments: dict[str, Any] = {"conv_windows": windows, "num_accepted_tokens": [1, 2], "spec": spec}
+    return torch_ref.gather_windows(**(arguments | changes))
+
+
+def commit_call(storage: Any, **changes: Any) -> Any:
+    specs = [spec_of(storage, num_slots=5, max_requests=3, num_draft_tokens=tokens) for tokens in (3, 4)]
+    state, windows = [[torch.zeros(getattr(s, f"{n}_shape")) for s in specs] for n in ("state", "windows")]
+    return torch_ref.commit_conv_state(state, windows, [1, 2], [1, 1], spec=specs, **changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "storage", "changes", "message"),
+    [
+        (verify_call, "sliding", {"x": None}, "`x`: expected a torch.Tensor, got NoneType."),
+        (verify_call, "dense", {"x": None}, "`x`: expected a torch.Tensor, got NoneType."),
+        (
+            verify_call, "inputs", {"x": None, "resume_tokens": [1, 1]},
+            "`resume_windows`: expected the previous step's inputs where `x` is None, got None. `conv_windows` has "
+            "those of this step.",
+        ),
+        (
+            verify_call, "inputs", {"resume_path": [[0, 1, 2]] * 2, "resume_windows": torch.zeros(2, 3, 3, 5)},
+            "`resume_path`: expected None without `resume_tokens`, got list.\n"
+            "`resume_windows`: expected None without `resume_tokens`, got Tensor.",
+        ),
+        (
+            verify_call, "dense", {"resume_tokens": [1, 1], "resume_windows": torch.zeros(2, 3, 3, 3, 5)},
+            "`resume_windows`: expected None, or storage 'inputs', got storage 'dense'. Other storages resume from the "
+            "row that they write.",
+        ),
+        (
+            verify_call, "inputs", {"resume_tokens": [1, 1], "resume_windows": torch.zeros(3, 3, 5).half()},
+            "`resume_windows`: expected dtype torch.float32, got torch.float16. Nothing is cast silently; the pool and "
+            "its buffer share spec.dtype.\n"
+            "`resume_windows`: expected a layer axis, as conv_state has, got (3, 3, 5).",
+        ),
+        (
+            verify_call, "inputs", {"resume_tokens": [1, 1], "conv_state": torch.zeros(2, 1, 3, 5).expand(2, 5, 3, 5)},
+            "`conv_state`: expected elements that share no memory, got strides (15, 0, 5, 1).",
+        ),
+        (
+            verify_call, "inputs", {"parents": [[-1, 0]] * 2, "resume_tokens": [1], "resume_path": [0, 1]},
+            "`parents`: expected request, token = (2, 3), got (2, 2).\n"
+            "`resume_tokens`: expected request = (2,), got (1,).\n"
+            "`resume_path`: expected a list of as many integers for each request, got [0, 1].",
+        ),
+        (
+            verify_call, "inputs", {"parents": torch.zeros(2, 3)},
+            "`parents`: expected an integer dtype, got torch.float32.",
+        ),
+        (
+            verify_call, "inputs", {"parents": [[-1, 0, 1], [-1, 0]]},
+            "`parents`: expected a list of as many integers for each request, got [[-1, 0, 1], [-1, 0]].",
+        ),
+        (
+            gather_call, "inputs", {},
+            "`conv_state`: expected the pool, for storage 'inputs', got None. The rows have the new inputs only.\n"
+            "`state_indices`: expected an integer array of requests, got None.",
+        ),
+        (
+            gather_call, "inputs", {"conv_state": torch.zeros(5, 3, 5), "state_indices": [1, 1], "null_slot": 0.5},
+            "`conv_windows`: expected no layer axis, as conv_state has none, got (2, 3, 3, 5).\n"
+            "`null_slot`: expected a Python integer or None, got 0.5.",
+        ),
+        (
+            gather_call, "dense", {"conv_state": torch.zeros(1), "state_indices": [1], "null_slot": 0},
+            "`conv_state`: expected None for storage 'dense', got Tensor. The rows have whole windows.\n"
+            "`state_indices`: expected None for storage 'dense', got list. The rows have whole windows.\n"
+            "`null_slot`: expected None for storage 'dense', got int. The rows have whole windows.",
+        ),
+        (
+            commit_call, "inputs", {"accepted_path": [[0, 1, 2]] * 2},
+            "`accepted_path`: expected request, token = (2, 4), got (2, 3).",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(call: Any, storage: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the whole text is compared)
+        call(storage, **changes)
+    assert str(caught.value) == message
+
+
+def test_errors_of_path_to_node() -> None:
+    with pytest.raises(ValueError, match=r"^`nodes`: expected request = \(2,\), got \(1,\)\.$"):
+        torch_ref.path_to_node([[-1, 0], [-1, 0]], [1])
+    with pytest.raises(ValueError, match=r"^`parents`: expected request, token, got \(2,\)\.$"):
+        torch_ref.path_to_node([-1, 0], [1])
+    with pytest.raises(ValueError, match=r"^`parents`: expected an integer dtype, got torch.float32\.$"):
+        torch_ref.path_to_node(torch.zeros(1, 2), [1])

@@ -309,8 +309,12 @@ def gather_windows(
     path = call.table("accepted_path", accepted_path, spec.num_draft_tokens)
     state = slots = None
     if spec.storage == "inputs":
-        state = call.leaf("conv_state", conv_state, spec.state_shape, spec.state_axes)
-        call.check_form("conv_windows", conv_windows, spec.windows_shape)
+        if conv_state is None:
+            hint = "The rows have the new inputs only."
+            wrong.append(mismatch("conv_state", "the pool, for storage 'inputs'", None, hint))
+        else:
+            state = call.leaf("conv_state", conv_state, spec.state_shape, spec.state_axes)
+            call.check_form("conv_windows", conv_windows, spec.windows_shape)
         slots = call.first_index("state_indices", state_indices)
         check_null_slot(null_slot, wrong)
     else:
