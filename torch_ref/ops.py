@@ -56,8 +56,7 @@ def causal_conv1d_verify(
 
     Args:
       x: `[request, token, channel]` = (B, D, conv_dim), any strides; rounded once to the state's dtype. None in inputs
-        storage where the rows have it already: a caller who keeps the inputs of all layers in one tensor passes that as
-        the buffer.
+        storage where the rows have it: who keeps the inputs of all layers in one tensor passes that as the buffer.
       conv_state: the pool, `spec.state_shape`, or one layer of it; slot and layer strides are free. Written only where
         an inputs step resumes.
       conv_windows: the buffer, `spec.windows_shape`, or one layer of it; written, unless it has x.
@@ -71,9 +70,8 @@ def causal_conv1d_verify(
       null_slot: a slot that is never used, or None.
       activation: "silu" or None.
       implementation: "eager", "triton", or None: triton for CUDA tensors, eager elsewhere.
-      parents: links of a draft tree, int `[B, D]`: -1 is the committed state, others are less than their own index. A
-        token meets its own ancestors. Sliding storage takes chains only. A request with another link among its v
-        tokens is skipped. None for a chain.
+      parents: links of a draft tree, int `[B, D]`, -1 for the committed state, others less than their own index, in
+        sliding storage by one: a token meets its ancestors. Another link among v tokens skips. None for a chain.
       resume_tokens: tokens r of the previous step that were accepted, int `[B]`: 1 … D start from the window after r of
         them, 0 from the slot; others are skipped. None for 0.
       resume_path: their nodes, where the previous step was a tree, int `[B, D]`, the first r of a row count. Skipped
@@ -93,32 +91,24 @@ def causal_conv1d_verify(
     """
     wrong: list[str] = []
     call = Call(spec, conv_state, wrong)
-    advances = spec.storage == "inputs" and resume_tokens is not None
+    is_inputs = spec.storage == "inputs"
+    advances = is_inputs and resume_tokens is not None
     call.check_written("conv_state", conv_state, written=advances)
     call.take_windows(conv_windows, written=x is not None)
     call.take_previous(resume_windows)
-    call.take_inputs(
-        x,
-        weight,
-        bias,
-        ("token", spec.num_draft_tokens),
-        state_indices,
-        x_in_rows=x is None and spec.storage == "inputs",
-    )
+    tokens = ("token", spec.num_draft_tokens)
+    call.take_inputs(x, weight, bias, tokens, state_indices, x_in_rows=x is None and is_inputs)
     call.take_layer(layer)
     call.take_options(null_slot, activation)
     rows, valid = call.take_rows(window_rows), call.index("num_valid_tokens", num_valid_tokens)
     links = call.table("parents", parents, spec.num_draft_tokens)
-    resume, path = (
-        call.index("resume_tokens", resume_tokens),
-        call.table("resume_path", resume_path, spec.num_draft_tokens),
-    )
+    resume = call.index("resume_tokens", resume_tokens)
+    path = call.table("resume_path", resume_path, spec.num_draft_tokens)
     _check_resume(spec, x, resume_tokens, resume_path, resume_windows, wrong)
     backend = choose_backend(implementation, call.device, wrong)
-    given = None if x is None else call.x
     y = backend.verify(
-        given, call.state, call.windows, **call.common, rows=rows, valid=valid, parents=links, resume=resume,
-        resume_path=path, previous=_apart_from(call.previous, call.windows, call.state) if advances else None,
+        None if x is None else call.x, call.state, call.windows, **call.common, rows=rows, valid=valid, parents=links,
+        resume=resume, resume_path=path, previous=_apart_from(call.previous, call.windows, call.state) if advances else None,
     )  # fmt: skip
     return (y, conv_windows, conv_state) if advances else (y, conv_windows)
 
