@@ -8,6 +8,10 @@ import dataclasses
 import doctest
 import importlib
 import itertools
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -936,3 +940,28 @@ def test_errors_of_path_to_node() -> None:
         torch_ref.path_to_node([-1, 0], [1])
     with pytest.raises(ValueError, match=r"^`parents`: expected an integer dtype, got torch.float32\.$"):
         torch_ref.path_to_node(torch.zeros(1, 2), [1])
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_kernels_compiled_for_an_h200_read_before_they_write() -> None:
+    """What the interpreter cannot show: wide accesses, and where a row or slot is rewritten a barrier before it."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.torch_compile"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    report = json.loads(outcome.stdout)
+    assert len(report) == 26
+    for name, runs in report.items():
+        kinds = [kind for kind, _ in runs]
+        first_store = kinds.index("store")
+        in_place = "resume" in name or "kept" in name or name.startswith("commit inputs")
+        if in_place:
+            assert "load" not in kinds[first_store:], name
+            assert "barrier" in kinds[len(kinds) - kinds[::-1].index("load") : first_store], name
+        if name.endswith("time_major"):
+            assert all(size == 16 for kind, size in runs if kind == "store"), name
+            assert 16 in [size for kind, size in runs if kind == "load"], name
+            assert in_place or kinds[first_store - 1] == "load", name
