@@ -942,6 +942,58 @@ def test_errors_of_path_to_node() -> None:
         torch_ref.path_to_node(torch.zeros(1, 2), [1])
 
 
+@pytest.mark.parametrize(
+    ("path", "dim", "batch", "steps"),
+    [
+        pytest.param("torch-triton", 70, 3, 6, marks=pytest.mark.long),  # 5 s
+        pytest.param("torch-triton-gpu", 5000, 97, 20, marks=pytest.mark.gpu),
+    ],
+    indirect=["path"],
+)
+@both_orders
+@all_storages
+def test_steps_in_triton_are_those_in_eager(
+    path: Path, dim: int, batch: int, steps: int, storage: Any, order: Any
+) -> None:
+    """Many programs at once, step after step in place: the bits of y (no exponential in it), buffer and pool."""
+    spec = spec_of(
+        storage, order, conv_dim=dim, num_draft_tokens=5, num_slots=2 * batch, max_requests=batch, dtype="bfloat16"
+    )
+    rng = np.random.default_rng(7)
+    slots, rows = rng.permutation(2 * batch)[:batch], rng.permutation(batch)
+    given = (
+        values(spec.state_shape, "bfloat16", 1),
+        poison(spec.windows_shape, "bfloat16"),
+        values((dim, 4), "float32", 2),
+    )
+    triton, eager = tensor_of(given, path), tensor_of(given, path)
+    both: Any = ("triton", triton), ("eager", eager)
+    counts, accepted = np.zeros(batch, np.int32), np.full((batch, 5), -1)
+    for step in range(steps):
+        x = tensor_of(values((batch, 5, dim), "float32", 50 + step), path)
+        parents, valid = [random_parents(spec, rng) for _ in slots], rng.integers(1, 6, batch)
+        ys = [
+            torch_ref.causal_conv1d_verify(
+                x, *tensors, spec=spec, state_indices=slots, window_rows=rows, layer=1, num_valid_tokens=valid,
+                activation=None, parents=parents, resume_tokens=counts, resume_path=accepted,
+                implementation=implementation,
+            )[0]
+            for implementation, tensors in both
+        ]  # fmt: skip
+        assert_same_bits(array_of(ys[0]), array_of(ys[1]), f"y of step {step}")
+        nodes = [random_node(rng, links, v) for links, v in zip(parents, valid, strict=True)]
+        counts, accepted = np.asarray([len(n) for n in nodes], np.int32), np.asarray([padded(n, spec) for n in nodes])
+        if step % 5 == 4:
+            for implementation, (state, buffer, _) in both:
+                torch_ref.commit_conv_state(
+                    state, buffer, slots, counts, spec=spec, window_rows=rows, accepted_path=accepted,
+                    track_indices=np.setdiff1d(np.arange(2 * batch), slots), track_num_tokens=counts // 2,
+                    implementation=implementation,
+                )  # fmt: skip
+        for mine, theirs in zip(triton, eager, strict=True):
+            assert_same_bits(array_of(mine), array_of(theirs), f"step {step}")
+
+
 # --- compiled code ----------------------------------------------------------------------------------------------------
 
 
