@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -65,18 +66,18 @@ def size_id(value: Any) -> str | None:
     return "K{}-D{}-{}-{}-{}-{}".format(*value) if isinstance(value, tuple) else None
 
 
-# the interpreter needs seconds for a batch; by default it takes the first size alone
-on_sizes = pytest.mark.parametrize(
-    ("path", "size"),
-    [
-        pytest.param(name, size, marks=(*marks, *((pytest.mark.long,) if name == "torch-triton" and i > 0 else ())))
-        for name, marks in adapters.PATHS.items()
-        for i, size in enumerate(SIZES)
-        if name.startswith("torch")
-    ],
-    indirect=["path"],
-    ids=size_id,
-)
+def on_sizes(names: str, cases: list[Any], few: list[Any]) -> pytest.MarkDecorator:
+    """Every path, size and case; in the interpreter, where a batch takes seconds, one size of few cases by default.
+
+    `-m long` adds the other sizes but the last two: two minutes of two processes.
+    """
+    every = []
+    for (path, marks), size, case in itertools.product(adapters.PATHS.items(), SIZES, cases):
+        is_interpreted = path == "torch-triton"
+        if path.startswith("torch") and not (is_interpreted and size in SIZES[-2:]):
+            is_long = is_interpreted and (size is not SIZES[0] or case not in few)
+            every.append(pytest.param(path, size, *case, marks=(*marks, *(is_long * (pytest.mark.long,)))))
+    return pytest.mark.parametrize(f"path, size, {names}", every, indirect=["path"], ids=size_id)
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -328,12 +329,11 @@ def test_examples_in_docstrings() -> None:
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-@on_sizes
+WHAT = [("trees", "inputs"), ("trees", "dense"), *itertools.product(("resume", "both"), STORAGES)]
+
+
+@on_sizes("what, storage", WHAT, [("trees", "dense"), ("resume", "inputs"), *itertools.product(["both"], STORAGES)])
 @both_orders
-@pytest.mark.parametrize(
-    ("what", "storage"),
-    [("trees", "inputs"), ("trees", "dense"), *itertools.product(("resume", "both"), STORAGES)],
-)
 def test_verify_by_the_rules(path: Path, size: Any, what: str, storage: Any, order: Any) -> None:
     """Every count to resume from, trees, padding and hostile indices; NaN in all that must not be read or written."""
     width, tokens, dim, dtype, x_dtype, extra = size
@@ -430,12 +430,11 @@ def indices_of(requests: list[Request], *, chains: bool, tracks: bool = True) ->
     return given
 
 
-@on_sizes
+CHAINS_AND_PATHS = [(True, "inputs"), *itertools.product([False], STORAGES)]  # other chains: test_torch_ref
+
+
+@on_sizes("chains, storage", CHAINS_AND_PATHS, CHAINS_AND_PATHS)
 @both_orders
-@pytest.mark.parametrize(
-    ("chains", "storage"),
-    [(True, "inputs"), *itertools.product((False,), STORAGES)],  # chains of the other storages: test_torch_ref
-)
 def test_commit_by_the_rules(path: Path, size: Any, chains: bool, storage: Any, order: Any) -> None:
     width, tokens, dim, dtype, _, extra = size
     spec = spec_of(
@@ -1003,7 +1002,8 @@ def test_kernels_compiled_for_an_h200_read_before_they_write() -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.torch_compile"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    root = pathlib.Path(__file__).parents[1]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
     report = json.loads(outcome.stdout)
     assert len(report) == 26
     for name, runs in report.items():
