@@ -8,6 +8,11 @@ import dataclasses
 import doctest
 import importlib
 import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -61,18 +66,18 @@ def size_id(value: Any) -> str | None:
     return "K{}-D{}-{}-{}-{}-{}".format(*value) if isinstance(value, tuple) else None
 
 
-# the interpreter needs seconds for a batch; by default it takes the first size alone
-on_sizes = pytest.mark.parametrize(
-    ("path", "size"),
-    [
-        pytest.param(name, size, marks=(*marks, *((pytest.mark.long,) if name == "torch-triton" and i > 0 else ())))
-        for name, marks in adapters.PATHS.items()
-        for i, size in enumerate(SIZES)
-        if name.startswith("torch")
-    ],
-    indirect=["path"],
-    ids=size_id,
-)
+def on_sizes(names: str, cases: list[Any], few: list[Any]) -> pytest.MarkDecorator:
+    """Every path, size and case; in the interpreter, where a batch takes seconds, one size of few cases by default.
+
+    `-m long` adds the other sizes but the last two: two minutes of two processes.
+    """
+    every = []
+    for (path, marks), size, case in itertools.product(adapters.PATHS.items(), SIZES, cases):
+        is_interpreted = path == "torch-triton"
+        if path.startswith("torch") and not (is_interpreted and size in SIZES[-2:]):
+            is_long = is_interpreted and (size is not SIZES[0] or case not in few)
+            every.append(pytest.param(path, size, *case, marks=(*marks, *(is_long * (pytest.mark.long,)))))
+    return pytest.mark.parametrize(f"path, size, {names}", every, indirect=["path"], ids=size_id)
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -324,12 +329,11 @@ def test_examples_in_docstrings() -> None:
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-@on_sizes
+WHAT = [("trees", "inputs"), ("trees", "dense"), *itertools.product(("resume", "both"), STORAGES)]
+
+
+@on_sizes("what, storage", WHAT, [("trees", "dense"), ("resume", "inputs"), *itertools.product(["both"], STORAGES)])
 @both_orders
-@pytest.mark.parametrize(
-    ("what", "storage"),
-    [("trees", "inputs"), ("trees", "dense"), *itertools.product(("resume", "both"), STORAGES)],
-)
 def test_verify_by_the_rules(path: Path, size: Any, what: str, storage: Any, order: Any) -> None:
     """Every count to resume from, trees, padding and hostile indices; NaN in all that must not be read or written."""
     width, tokens, dim, dtype, x_dtype, extra = size
@@ -426,12 +430,11 @@ def indices_of(requests: list[Request], *, chains: bool, tracks: bool = True) ->
     return given
 
 
-@on_sizes
+CHAINS_AND_PATHS = [(True, "inputs"), *itertools.product([False], STORAGES)]  # other chains: test_torch_ref
+
+
+@on_sizes("chains, storage", CHAINS_AND_PATHS, CHAINS_AND_PATHS)
 @both_orders
-@pytest.mark.parametrize(
-    ("chains", "storage"),
-    [(True, "inputs"), *itertools.product((False,), STORAGES)],  # chains of the other storages: test_torch_ref
-)
 def test_commit_by_the_rules(path: Path, size: Any, chains: bool, storage: Any, order: Any) -> None:
     width, tokens, dim, dtype, _, extra = size
     spec = spec_of(
@@ -936,3 +939,81 @@ def test_errors_of_path_to_node() -> None:
         torch_ref.path_to_node([-1, 0], [1])
     with pytest.raises(ValueError, match=r"^`parents`: expected an integer dtype, got torch.float32\.$"):
         torch_ref.path_to_node(torch.zeros(1, 2), [1])
+
+
+@pytest.mark.parametrize(
+    ("path", "dim", "batch", "steps"),
+    [
+        pytest.param("torch-triton", 70, 3, 6, marks=pytest.mark.long),  # 5 s
+        pytest.param("torch-triton-gpu", 5000, 97, 20, marks=pytest.mark.gpu),
+    ],
+    indirect=["path"],
+)
+@both_orders
+@all_storages
+def test_steps_in_triton_are_those_in_eager(
+    path: Path, dim: int, batch: int, steps: int, storage: Any, order: Any
+) -> None:
+    """Many programs at once, step after step in place: the bits of y (no exponential in it), buffer and pool."""
+    spec = spec_of(
+        storage, order, conv_dim=dim, num_draft_tokens=5, num_slots=2 * batch, max_requests=batch, dtype="bfloat16"
+    )
+    rng = np.random.default_rng(7)
+    slots, rows = rng.permutation(2 * batch)[:batch], rng.permutation(batch)
+    given = (
+        values(spec.state_shape, "bfloat16", 1),
+        poison(spec.windows_shape, "bfloat16"),
+        values((dim, 4), "float32", 2),
+    )
+    triton, eager = tensor_of(given, path), tensor_of(given, path)
+    both: Any = ("triton", triton), ("eager", eager)
+    counts, accepted = np.zeros(batch, np.int32), np.full((batch, 5), -1)
+    for step in range(steps):
+        x = tensor_of(values((batch, 5, dim), "float32", 50 + step), path)
+        parents, valid = [random_parents(spec, rng) for _ in slots], rng.integers(1, 6, batch)
+        ys = [
+            torch_ref.causal_conv1d_verify(
+                x, *tensors, spec=spec, state_indices=slots, window_rows=rows, layer=1, num_valid_tokens=valid,
+                activation=None, parents=parents, resume_tokens=counts, resume_path=accepted,
+                implementation=implementation,
+            )[0]
+            for implementation, tensors in both
+        ]  # fmt: skip
+        assert_same_bits(array_of(ys[0]), array_of(ys[1]), f"y of step {step}")
+        nodes = [random_node(rng, links, v) for links, v in zip(parents, valid, strict=True)]
+        counts, accepted = np.asarray([len(n) for n in nodes], np.int32), np.asarray([padded(n, spec) for n in nodes])
+        if step % 5 == 4:
+            for implementation, (state, buffer, _) in both:
+                torch_ref.commit_conv_state(
+                    state, buffer, slots, counts, spec=spec, window_rows=rows, accepted_path=accepted,
+                    track_indices=np.setdiff1d(np.arange(2 * batch), slots), track_num_tokens=counts // 2,
+                    implementation=implementation,
+                )  # fmt: skip
+        for mine, theirs in zip(triton, eager, strict=True):
+            assert_same_bits(array_of(mine), array_of(theirs), f"step {step}")
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_kernels_compiled_for_an_h200_read_before_they_write() -> None:
+    """What the interpreter cannot show: wide accesses, and where a row or slot is rewritten a barrier before it."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.torch_compile"]
+    root = pathlib.Path(__file__).parents[1]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
+    report = json.loads(outcome.stdout)
+    assert len(report) == 26
+    for name, runs in report.items():
+        kinds = [kind for kind, _ in runs]
+        first_store = kinds.index("store")
+        in_place = "resume" in name or "kept" in name or name.startswith("commit inputs")
+        if in_place:
+            assert "load" not in kinds[first_store:], name
+            assert "barrier" in kinds[len(kinds) - kinds[::-1].index("load") : first_store], name
+        if name.endswith("time_major"):
+            assert all(size == 16 for kind, size in runs if kind == "store"), name
+            assert 16 in [size for kind, size in runs if kind == "load"], name
+            assert in_place or kinds[first_store - 1] == "load", name

@@ -108,7 +108,7 @@ def causal_conv1d_verify(
     backend = choose_backend(implementation, call.device, wrong)
     y = backend.verify(
         None if x is None else call.x, call.state, call.windows, **call.common, rows=rows, valid=valid, parents=links,
-        resume=resume, resume_path=path, previous=_apart_from(call.previous, call.windows, call.state) if advances else None,
+        resume=resume, resume_path=path, previous=_apart_from(call.previous, call.windows, call.state),
     )  # fmt: skip
     return (y, conv_windows, conv_state) if advances else (y, conv_windows)
 

@@ -173,7 +173,9 @@ def _store_y(
         if SILU:
             b_y = b_y * (1.0 / (1.0 + tl.exp(-b_y)))
         b_y = tl.where(i_t < num_valid, b_y, 0.0)
-        tl.store(p_request + i_t * conv_dim + o_d, _narrow(b_y, X_DTYPE, BY_HAND), mask=o_d < conv_dim)
+        tl.store(
+            p_request + tl.cast(i_t, tl.int64) * conv_dim + o_d, _narrow(b_y, X_DTYPE, BY_HAND), mask=o_d < conv_dim
+        )
 
 
 @triton.jit
