@@ -340,9 +340,9 @@ def test_a_conv_commit_that_is_skipped_fails_the_demo(capsys: Any, monkeypatch: 
 
 
 def test_a_difference_is_printed_and_fails_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = example.Example("speculative decoding differs.", decode.Statistics(4), 200, 1, 1.0)
+    wrong = example.Example("speculative decoding differs.", decode.Statistics(4), decode.Statistics(4), 200, 1, 1.0)
     monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
-    monkeypatch.setattr(example, "run", lambda implementation: wrong)
+    monkeypatch.setattr(example, "run", lambda implementation, storage: wrong)
     assert main(SMALL_DEMO) == 1
     assert "FAILED: speculative decoding differs.\n" in capsys.readouterr().err
 
