@@ -118,12 +118,11 @@ def ancestors(parents: jax.Array) -> jax.Array:
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     """
     node = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    at = jnp.broadcast_to(node[None, :], parents.shape)
-    found = jnp.zeros((*parents.shape, parents.shape[1]), bool)
-    for _ in node:  # as far as the deepest tree goes
-        found |= at[:, :, None] == node[None, None, :]
-        at = jnp.where(at >= 0, jnp.take_along_axis(parents, jnp.maximum(at, 0), axis=1), -1)
-    return found
+    reached = (parents[:, :, None] == node[None, None, :]) | jnp.eye(len(node), dtype=bool)[None]
+    for _ in range((len(node) - 1).bit_length()):  # each time twice as far
+        steps = reached.astype(jnp.float32)
+        reached = jnp.einsum("btu,buv->btv", steps, steps) > 0
+    return reached
 
 
 def visible_to_nodes(is_ancestor: jax.Array, past_lengths: jax.Array, max_len: int) -> jax.Array:
@@ -133,7 +132,7 @@ def visible_to_nodes(is_ancestor: jax.Array, past_lengths: jax.Array, max_len: i
     """
     node = jnp.arange(max_len, dtype=jnp.int32)[None, :] - past_lengths[:, None]
     inside = jnp.clip(node, 0, is_ancestor.shape[2] - 1)
-    of_tree = jnp.take_along_axis(is_ancestor, inside[:, None, :], axis=2)
+    of_tree = jnp.take_along_axis(is_ancestor, inside[:, None, :], axis=2, mode="promise_in_bounds")
     return (node < 0)[:, None, :] | of_tree & (node == inside)[:, None, :]
 
 

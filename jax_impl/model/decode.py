@@ -130,7 +130,9 @@ def verify_step(
     else:
         path = _accept_path(block, greedy, verified, is_stop, parents)
         accepted = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
-        greedy, is_stop = (jnp.take_along_axis(of, jnp.maximum(path, 0), axis=1) for of in (greedy, is_stop))
+        greedy, is_stop = (
+            jnp.take_along_axis(of, jnp.maximum(path, 0), axis=1, mode="promise_in_bounds") for of in (greedy, is_stop)
+        )
         cache = hybrid.keep_path(cache, slots, lengths - 1, path)
     committed = commit_after_verify(
         cache.hybrid, slots, accepted, step_states=step_states, num_valid_tokens=verified, accepted_path=path,
@@ -169,19 +171,21 @@ def _accept_path(
 ) -> jax.Array:
     """The accepted nodes `[R, D]` of each row's tree, from the root on, then -1; none behind a stop token.
 
-    Each is the child of the one before whose token is the argmax behind that; the first of them, should tokens repeat.
+    A node agrees when its token is the argmax behind its parent, and no earlier child of that parent has it too; it is
+    accepted when all of its ancestors agree. So accepted nodes are one path, in the order of the block.
     """
-    node = jnp.arange(block.shape[1], dtype=jnp.int32)[None, :]
-    at = jnp.where(verified > 0, 0, -1)
-    path = [at]
-    for _ in range(1, block.shape[1]):
-        place = jnp.maximum(at, 0)[:, None]
-        told, ends = (jnp.take_along_axis(of, place, axis=1) for of in (greedy, is_stop))
-        goes_on = (at >= 0)[:, None] & ~ends
-        is_next = goes_on & (parents == place) & (block == told) & (node < verified[:, None])
-        at = jnp.where(jnp.any(is_next, axis=1), jnp.argmax(is_next, axis=1).astype(jnp.int32), -1)
-        path.append(at)
-    return jnp.stack(path, axis=1)
+    node = jnp.arange(block.shape[1], dtype=jnp.int32)
+    is_valid = node[None, :] < verified[:, None]
+    parent = jnp.clip(parents, 0, block.shape[1] - 1)
+    told, ends = (jnp.take_along_axis(of, parent, axis=1, mode="promise_in_bounds") for of in (greedy, is_stop))
+    are_twins = (parents[:, :, None] == parents[:, None, :]) & (block[:, :, None] == block[:, None, :])
+    is_second = jnp.any(are_twins & (node[:, None] > node[None, :])[None], axis=2)
+    agrees = (node == 0)[None, :] | (block == told) & ~ends & ~is_second
+    accepted = jnp.all(agrees[:, None, :] | ~attention.ancestors(parents), axis=2) & is_valid
+    place = jnp.cumsum(accepted, axis=1, dtype=jnp.int32) - 1
+    is_there = accepted[:, None, :] & (place[:, None, :] == node[None, :, None])  # row, place on the path, node
+    path = jnp.sum(jnp.where(is_there, node[None, None, :], 0), axis=2, dtype=jnp.int32)
+    return jnp.where(jnp.any(is_there, axis=2), path, -1)
 
 
 def _checked_links(

@@ -124,7 +124,7 @@ class TreeLookup:
             is_same = both & is_equal
             common += is_same.astype(jnp.int32)
         second, second_count = _longest(jnp.where(is_other, following, 0), place)
-        shared = jnp.take_along_axis(common, second[:, None], axis=1)[:, 0]
+        shared = jnp.take_along_axis(common, second[:, None], axis=1, mode="promise_in_bounds")[:, 0]
         of_second = jnp.where(second_count > 0, jnp.minimum(second_count - shared, (max_drafts - shared) // 2), 0)
         of_first = jnp.minimum(count, max_drafts - of_second)
 
@@ -147,7 +147,7 @@ def _continuations(
     for ngram in range(1, max_ngram + 1):  # a longer one that is found overrides a shorter one
         is_same = (place >= ngram) & (place < lengths[:, None])
         for back in range(1, ngram + 1):
-            newest = jnp.take_along_axis(history, jnp.maximum(lengths - back, 0)[:, None], axis=1)
+            newest = _tokens_at(history, lengths - back, 1)
             is_same &= jnp.pad(history, ((0, 0), (back, 0)))[:, : history.shape[1]] == newest
         found = jnp.any(is_same, axis=1)[:, None]
         count = jnp.where(is_same, jnp.minimum(lengths[:, None] - place, max_drafts), 0)
@@ -158,14 +158,14 @@ def _continuations(
 def _longest(following: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The place `[B]` with the most tokens behind it, the latest of these, and how many they are; 0 for none."""
     best = jnp.argmax(following * place.shape[1] + place, axis=1).astype(jnp.int32)
-    count = jnp.take_along_axis(following, best[:, None], axis=1)[:, 0]
+    count = jnp.take_along_axis(following, best[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     return best, count
 
 
 def _tokens_at(history: jax.Array, first: jax.Array, count: int) -> jax.Array:
     """`count` tokens from place `first` `[B]` on; what is outside the history is anything."""
     places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
-    return jnp.take_along_axis(history, jnp.clip(places, 0, history.shape[1] - 1), axis=1)
+    return jnp.take_along_axis(history, jnp.clip(places, 0, history.shape[1] - 1), axis=1, mode="promise_in_bounds")
 
 
 @jax.tree_util.register_dataclass

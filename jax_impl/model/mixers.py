@@ -117,11 +117,11 @@ def _over_tree(
 ) -> tuple[jax.Array, jax.Array]:
     """`token_step` on every node of trees `[B, T]`, from the state that its parent left; o and all states."""
     batch, count = parents.shape
-    request = jnp.arange(batch, dtype=jnp.int32)
+    request = lax.iota(jnp.int32, batch)
     states, outputs = jnp.zeros((batch, count, *state.shape[1:]), state.dtype), []
     for node in range(count):
         link = parents[:, node]
-        before = state if node == 0 else states[request, jnp.maximum(link, 0)]
+        before = states.at[request, jnp.maximum(link, 0)].get(mode="promise_in_bounds")
         before = jnp.where((link < 0)[:, None, None, None], state, before)
         after, (o, _) = token_step(before, tuple(array[:, node] for array in tokens))
         states = states.at[:, node].set(after)
