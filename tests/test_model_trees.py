@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl import ConvCacheSpec
 from jax_impl.model import attention, decode, hybrid, mixers
 from jax_impl.model.decode import Engine, Statistics
 from jax_impl.model.drafters import Drafts, NoDrafts, PromptLookup, TreeLookup
@@ -89,8 +90,8 @@ class Scripted:
         if self.looks_up is None:
             return scripted
         looked_up = TreeLookup().propose(history, lengths, slots, step, max_drafts)
-        pairs = zip(looked_up, scripted, strict=True)
-        return Drafts(*(jnp.where(self.looks_up, one, other) for one, other in pairs))
+        one_of = functools.partial(jax.tree.map, functools.partial(jnp.where, self.looks_up))
+        return one_of(looked_up, scripted)
 
 
 def path_of(parents: Any, node: int) -> list[int]:
@@ -181,6 +182,11 @@ def follow(made: Engine, which: Sequence[int] = range(8)) -> Followed:
     return Followed([requests[index].tokens for index in which], paths, right)
 
 
+def addresses(made: Engine) -> list[int]:
+    """Of the cache's arrays, which equal shapes may trade."""
+    return sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made.state) if leaf.nbytes > 1024)
+
+
 def expected(which: Sequence[int] = range(8)) -> list[list[int]]:
     return [greedy()[index][: BUDGETS[index]] for index in which]
 
@@ -202,7 +208,8 @@ on_every_form = pytest.mark.parametrize(
 
 @on_every_form
 def test_trees_equal_greedy(num_draft_tokens: int, storage: Any, implementation: Any) -> None:
-    """Looked up and scripted, through two rows; of a script's trees the path that is right is accepted, every time."""
+    """Looked up and scripted, through two rows; of a script's trees the path that is right is accepted, every time.
+    Keys are moved in place: every array of the state keeps its buffer."""
     if implementation == "pallas":
         adapters.path("jax-pallas-gpu")  # skips, naming what is missing
     made = engine(num_draft_tokens, storage, looks_up=True, implementation=implementation)
@@ -217,6 +224,11 @@ def test_trees_equal_greedy(num_draft_tokens: int, storage: Any, implementation:
     assert paths == right
     of_second = [path for path in paths if path != list(range(len(path)))]
     assert len(of_second) == made.statistics.second_branches > len(paths) / 3
+    if implementation != "pallas_interpret":
+        made.add(prompts()[:1], [9])
+        before = addresses(made)
+        made.step()
+        assert addresses(made) == before
     left_at = {min(place for place, node in enumerate(path) if node != place) for path in of_second}
     assert left_at == set(range(1, num_draft_tokens - 1))
 
@@ -225,7 +237,7 @@ FAULTS = ["the path is not committed", "nodes see each other", "keys stay where 
 
 
 @pytest.mark.usefixtures("fresh_steps")
-@pytest.mark.parametrize("fault", [*FAULTS[:2], *(pytest.param(fault, marks=long) for fault in FAULTS[2:])])
+@pytest.mark.parametrize("fault", [FAULTS[0], *(pytest.param(fault, marks=long) for fault in FAULTS[1:])])
 def test_a_planted_fault_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """The test above can fail."""
     commit, rule = decode.commit_after_verify, mixers.delta_rule
@@ -379,9 +391,7 @@ def test_the_accepted_path_by_a_walk() -> None:
 
 def test_links_that_are_none_end_the_block() -> None:
     """The root's own link is not looked at; a second root, a link forwards or past the block, and all behind it go."""
-    spec = hybrid.allocate_model_cache(
-        model()[0], "float32", num_slots=1, max_requests=1, max_len=2, num_draft_tokens=4, storage="inputs"
-    ).spec
+    spec = ConvCacheSpec(1, 1, 1, 1, width=4, num_draft_tokens=4, storage="inputs")
     links = jnp.asarray([[3, 0, 0, 2], [-1, 0, -1, 2], [-1, 1, 0, 0], [-1, 0, 0, 3], [-1, 0, 2**31 - 1, 0]], jnp.int32)
     for most, counts in [(4, [4, 2, 1, 3, 2]), (2, [2, 2, 1, 2, 2]), (0, [0] * 5)]:
         checked, verified = decode._checked_links(links, jnp.full(5, most, jnp.int32), spec)
@@ -424,8 +434,8 @@ def test_tree_lookup_by_loops(max_drafts: int) -> None:
     max_len, batch = 23, 400
     lengths = rng.integers(1, max_len + 1, batch).astype(np.int32)
     history = rng.integers(0, 4, (batch, max_len)).astype(np.int32)
-    propose = jax.jit(TreeLookup().propose, static_argnums=4)
-    drafts = propose(jnp.asarray(history), jnp.asarray(lengths), jnp.asarray(lengths), jnp.int32(0), max_drafts)
+    arguments = (jnp.asarray(history), jnp.asarray(lengths), jnp.asarray(lengths), jnp.int32(0), max_drafts)
+    drafts, chain = (jax.jit(one.propose, static_argnums=4)(*arguments) for one in (TreeLookup(), PromptLookup()))
     tokens, counts, parents = map(np.asarray, drafts)
     assert parents.shape == (batch, max_drafts + 1)
     shapes = set()
@@ -435,10 +445,7 @@ def test_tree_lookup_by_loops(max_drafts: int) -> None:
         assert got == wanted
         shapes.add(tuple(got[1]))
     branches = [links for links in shapes if links != tuple(range(len(links)))]
-    assert len(branches) >= {0: 0, 1: 0, 2: 1, 5: 8}[max_drafts]
-    chain = PromptLookup().propose(
-        jnp.asarray(history), jnp.asarray(lengths), jnp.asarray(lengths), jnp.int32(0), max_drafts
-    )
+    assert len(branches) >= {0: 0, 1: 0, 2: 1, 5: 5}[max_drafts]
     is_chain = (parents == np.arange(max_drafts + 1) - 1).all(axis=1)
     for request in np.flatnonzero(is_chain):
         count = int(chain.count[request])
