@@ -11,7 +11,7 @@ Each batch has one padding row, and slots that no request owns hold random bits 
 run inside one jitted step with a donated cache, as in a serving engine.
 
 The second half decodes with it: four requests of a small random checkpoint, speculatively, whose tokens must be those
-of greedy decoding. The memory table closes the run.
+of greedy decoding, with chains of drafts and with trees. The memory table closes the run.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if mismatch is None:  # after a difference there is nothing to show
         from jax_impl.model import example
 
-        decoded = example.run(args.implementation)
+        decoded = example.run(args.implementation, args.storage)
     if args.json:
         report = _report(preset, spec, args, counts, seconds, mismatch)
         whole = decoded is not None and decoded.mismatch is None
@@ -509,6 +509,11 @@ def _saving_text(ratio: Fraction) -> str:
     return f"{times(ratio)}, no saving" if ratio == 1 else times(ratio)
 
 
+def _buffer_text(spec: ConvCacheSpec) -> str:
+    what = "the dense buffer" if spec.storage == "dense" else "a buffer of inputs"
+    return f"{what}, {gib(spec.windows_bytes)} GiB"
+
+
 def _report(
     preset: Preset,
     spec: ConvCacheSpec,
@@ -597,7 +602,7 @@ def _print_report(
         ("model", "TP", "rows", "draft tokens", "dense GiB", "sliding GiB", "saving"),
         rows,
         caption="The first two rows are the published table; GiB is 2^30 bytes; rows are requests + 1."
-        + ("" if spec.storage == "sliding" else " This run allocated the dense buffer."),
+        + ("" if spec.storage == "sliding" else f" This run allocated {_buffer_text(spec)}."),
     )
     print_table(
         "Saving: D(K-1) columns become D+K-2; it depends on D and K only",

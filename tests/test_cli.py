@@ -236,7 +236,7 @@ def test_demo_in_a_process_of_its_own():
 
 
 @pytest.mark.parametrize("axis_order", ["time_major", "channel_major"])
-@pytest.mark.parametrize("storage", ["sliding", "dense"])
+@pytest.mark.parametrize("storage", ["sliding", "dense", "inputs"])
 def test_demo_json(capsys, axis_order, storage):
     options = ("--axis-order", axis_order, "--storage", storage, "--draft-tokens", "2", "--seed", "5")
     assert main([*SMALL, *options, "--json"]) == 0

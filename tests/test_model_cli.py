@@ -58,7 +58,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("speculate", ["lookup", "none"])
+@pytest.mark.parametrize("speculate", ["lookup", "tree", "none"])
 def test_ids_in_ids_out(capsys: Any, checkpoint: pathlib.Path, speculate: str) -> None:
     options = ("--max-new-tokens", "40", "--speculate", speculate)
     out, err = generate(capsys, checkpoint, "--prompt-ids", "1,2 3", *options)
@@ -123,6 +123,18 @@ def test_statistics_go_to_stderr(capsys: Any, checkpoint: pathlib.Path) -> None:
     assert (len(counts), sum(counts)) == (4, steps)
     assert sum(n * count for n, count in enumerate(counts, start=1)) == 39
     assert len(re.findall(r"draft \d: accepted / verified, of", text)) == 3
+
+
+def test_statistics_of_trees(capsys: Any) -> None:
+    """Only where there were any."""
+    counts = decode.Statistics(3)
+    counts.add([2], [3], [[0, 2, -1]], [False])
+    cli.print_statistics(counts)
+    assert "branch" not in capsys.readouterr().err
+    counts.add([2], [3], [[0, 2, -1]], [True])
+    cli.print_statistics(counts)
+    text = " ".join(capsys.readouterr().err.split())
+    assert "drafts were a tree of two branches 1 request steps that accepted a token of the second branch 2" in text
 
 
 def test_text_in_text_out(capsys: Any, tmp_path: pathlib.Path) -> None:
@@ -217,6 +229,10 @@ def test_layouts_dtypes_and_the_tiny_model(capsys: Any) -> None:
             "argument --speculate, --draft-tokens, --dtype: not allowed with --measure, which makes a model",
         ),
         (f"--model {'x' * 5000} --prompt-ids 1", '--model: expected a directory or "tiny", got xxx'),
+        (
+            "--model tiny --prompt-ids 1 --speculate tree --storage sliding",
+            "--storage: expected inputs or dense with --speculate tree, got sliding, which holds chains only.",
+        ),
         ("--model tiny --batch /nowhere", "--batch /nowhere: No such file or directory."),
     ],
 )
@@ -319,6 +335,10 @@ def test_the_demo_decodes_four_requests(capsys: Any) -> None:
     assert (decoding["ok"], decoding["mismatch"]) == (True, None)
     assert sum(int(n) * count for n, count in decoding["histogram"].items()) == 4 * 199
     assert min(decoding["histogram"].values()) > 0
+    trees = decoding["trees"]
+    assert 0 < trees["second_branches"] < trees["trees"] < trees["request_steps"]
+    drafted = f"{trees['trees']} drafted two branches, and {trees['second_branches']} accepted the second."
+    assert f"of {trees['request_steps']} request steps {drafted}" in out
 
 
 @pytest.mark.usefixtures("fresh_steps")
@@ -340,9 +360,9 @@ def test_a_conv_commit_that_is_skipped_fails_the_demo(capsys: Any, monkeypatch: 
 
 
 def test_a_difference_is_printed_and_fails_the_demo(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = example.Example("speculative decoding differs.", decode.Statistics(4), 200, 1, 1.0)
+    wrong = example.Example("speculative decoding differs.", decode.Statistics(4), decode.Statistics(4), 200, 1, 1.0)
     monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
-    monkeypatch.setattr(example, "run", lambda implementation: wrong)
+    monkeypatch.setattr(example, "run", lambda implementation, storage: wrong)
     assert main(SMALL_DEMO) == 1
     assert "FAILED: speculative decoding differs.\n" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl.layout import STORAGES
 from jax_impl.model import attention
 from jax_impl.model.decode import Engine, cache_bytes, prefill_bytes, prefill_step
 from jax_impl.model.tiny import tiny_model
@@ -221,7 +222,7 @@ def test_the_size_counts_the_prefill(model: Any, dtype: Any, requests: int, max_
     )
 
 
-@pytest.mark.parametrize("storage", ["sliding", "dense"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_the_size_counts_the_storage(model: Any, storage: Any) -> None:
     """And, where that is more than a prefill, the recurrent states of a step."""
     sizes: dict[str, Any] = {"max_requests": 2, "max_len": 64, "num_draft_tokens": 32}

@@ -1,7 +1,9 @@
 """Gated full attention on cached keys and values.
 
 The cache is `[full layers, slots, max_len, kv_heads, head_dim]`. A step writes its tokens at the sequence's own length
-and reads up to there, so rejected tokens are overwritten by the next step: the length alone rolls it back.
+and reads up to there, so rejected tokens are overwritten by the next step: the length alone rolls it back. Nodes of a
+draft tree are written in their own order, where two may share a position; a node sees the committed tokens and its
+ancestors, and the accepted path is then moved together.
 """
 
 import jax
@@ -52,10 +54,10 @@ def attend(
     gate: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    positions: jax.Array,
+    visible: jax.Array,
     num_keys: jax.Array,
 ) -> jax.Array:
-    """Attention of q over all keys at or before each token's position, gated and projected: `[B, T, hidden]`.
+    """Attention of q over the keys that each token sees, gated and projected: `[B, T, hidden]`.
 
     Long blocks run in parts of `query_block` tokens, one after the other: the scores are float32 `[B, heads, part, M]`
     and not T / part times that.
@@ -64,7 +66,8 @@ def attend(
       weights: of the layer.
       q, gate: `[B, T, heads, head_dim]`.
       keys, values: `[B, M, kv_heads, head_dim]`; key m is at position m.
-      positions: int32 `[B, T]`, at least 0.
+      visible: int32 `[B, T]`, at least 0, the last key that each token sees; or bool `[B, T, M]`, which ones it sees,
+        at least one.
       num_keys: int32 `[B]`, keys that this sequence has written; those behind them may hold anything.
     """
     batch, tokens, heads, dim = q.shape
@@ -75,14 +78,14 @@ def attend(
     count = -(-tokens // part)
 
     def parts(array: jax.Array) -> jax.Array:
-        """`[B, T, ...]` as `[count, B, part, ...]`; padding is zeros, a token at position 0."""
-        padded = jnp.pad(array, ((0, 0), (0, count * part - tokens), *((0, 0),) * (array.ndim - 2)))
+        """`[B, T, ...]` as `[count, B, part, ...]`; padding repeats the last token, which sees something."""
+        padded = jnp.pad(array, ((0, 0), (0, count * part - tokens), *((0, 0),) * (array.ndim - 2)), mode="edge")
         return jnp.swapaxes(padded.reshape(batch, count, part, *array.shape[2:]), 0, 1)
 
     if count == 1:
-        mixed = _weighted_values(q, keys, values, positions)
+        mixed = _weighted_values(q, keys, values, visible)
     else:
-        by_part = lax.map(lambda one: _weighted_values(one[0], keys, values, one[1]), (parts(q), parts(positions)))
+        by_part = lax.map(lambda one: _weighted_values(one[0], keys, values, one[1]), (parts(q), parts(visible)))
         mixed = jnp.swapaxes(by_part, 0, 1).reshape(batch, count * part, heads, dim)[:, :tokens]
     mixed = mixed * jax.nn.sigmoid(gate)
     return matmul(mixed.reshape(batch, tokens, heads * dim), weights.out_proj)
@@ -93,11 +96,12 @@ def query_block(batch: int, tokens: int) -> int:
     return min(tokens, max(32, 256 // batch))
 
 
-def _weighted_values(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """softmax(q kᵀ / √head_dim) v over the keys at or before each position: `[B, T, heads, head_dim]`."""
+def _weighted_values(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+    """softmax(q kᵀ / √head_dim) v over the keys that each token sees: `[B, T, heads, head_dim]`."""
     batch, tokens, heads, dim = q.shape
-    at = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    visible = at[None, None, :] <= positions[:, :, None]  # [B, T, M]
+    if visible.dtype != jnp.bool_:
+        at = jnp.arange(keys.shape[1], dtype=jnp.int32)
+        visible = at[None, None, :] <= visible[:, :, None]  # [B, T, M]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(batch, tokens, keys.shape[2], heads // keys.shape[2], dim)
     scores = jnp.einsum("btkgd,bmkd->bkgtm", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
@@ -107,18 +111,64 @@ def _weighted_values(q: jax.Array, keys: jax.Array, values: jax.Array, positions
     return mixed.reshape(batch, tokens, heads, dim)
 
 
-def write_tokens(
-    cache: jax.Array, fresh: jax.Array, layer: int, slots: jax.Array, positions: jax.Array, is_valid: jax.Array
-) -> jax.Array:
-    """Writes k or v `[B, T, kv_heads, head_dim]` at each token's position; tokens that are not valid write nothing.
+def ancestors(parents: jax.Array) -> jax.Array:
+    """Bool `[B, D, D]`: whether node u is node t itself or one of its ancestors, from links `[B, D]`, -1 for none.
 
-    A write that must not happen goes past the last position, where it is dropped, each to a place of its own: negative
+    >>> ancestors(jnp.array([[-1, 0, 0, 2]]))[0].astype(jnp.int32).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    """
+    node = jnp.arange(parents.shape[1], dtype=jnp.int32)
+    reached = (parents[:, :, None] == node[None, None, :]) | jnp.eye(len(node), dtype=bool)[None]
+    for _ in range((len(node) - 1).bit_length()):  # each time twice as far
+        steps = reached.astype(jnp.float32)
+        reached = jnp.einsum("btu,buv->btv", steps, steps) > 0
+    return reached
+
+
+def visible_to_nodes(is_ancestor: jax.Array, past_lengths: jax.Array, max_len: int) -> jax.Array:
+    """Bool `[B, D, M]`: the keys that each node of a tree sees, when node u's are at place past length + u.
+
+    They are those of committed tokens and of its ancestors, `is_ancestor` bool `[B, D, D]`.
+    """
+    node = jnp.arange(max_len, dtype=jnp.int32)[None, :] - past_lengths[:, None]
+    inside = jnp.clip(node, 0, is_ancestor.shape[2] - 1)
+    of_tree = jnp.take_along_axis(is_ancestor, inside[:, None, :], axis=2, mode="promise_in_bounds")
+    return (node < 0)[:, None, :] | of_tree & (node == inside)[:, None, :]
+
+
+def write_tokens(
+    cache: jax.Array, fresh: jax.Array, layer: int, slots: jax.Array, places: jax.Array, is_valid: jax.Array
+) -> jax.Array:
+    """Writes k or v `[B, T, kv_heads, head_dim]` at each token's place; tokens that are not valid write nothing."""
+    rows, at = _rows_and_places(cache, slots, places, is_valid)
+    return cache.at[layer, rows, at].set(fresh, mode="drop", unique_indices=True)
+
+
+def move_path(cache: jax.Array, slots: jax.Array, past_lengths: jax.Array, path: jax.Array) -> jax.Array:
+    """Moves keys or values of an accepted path's nodes, in all layers, to where they follow the committed ones.
+
+    `path` int32 `[B, D]` has the nodes from the root on, then -1. A slot outside the pool moves nothing.
+    """
+    step = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
+    past, inside = jnp.maximum(past_lengths, 0)[:, None], (slots >= 0) & (slots < cache.shape[1])
+    slots = jnp.where(inside, slots, 0)
+    # Read as a whole before anything is written: a node's own place may be where another node goes.
+    nodes = lax.optimization_barrier(cache[:, slots[:, None], past + jnp.maximum(path, 0)])
+    rows, at = _rows_and_places(cache, slots, past + step, inside[:, None] & (path > step))
+    return cache.at[:, rows, at].set(nodes, mode="drop", unique_indices=True)
+
+
+def _rows_and_places(
+    cache: jax.Array, slots: jax.Array, places: jax.Array, is_written: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Indices of what a scatter writes.
+
+    A write that must not happen goes past the last place, where it is dropped, each to a place of its own: negative
     ones would wrap, and without the promise of unique places GPUs scatter 16-bit elements by compare-and-swap.
     """
-    past_the_end = jnp.int32(cache.shape[2]) + lax.iota(jnp.int32, positions.size).reshape(positions.shape)
-    at = jnp.where(is_valid, positions, past_the_end)
-    rows = jnp.broadcast_to(jnp.maximum(slots, 0)[:, None], at.shape)
-    return cache.at[layer, rows, at].set(fresh, mode="drop", unique_indices=True)
+    past_the_end = jnp.int32(cache.shape[2]) + lax.iota(jnp.int32, places.size).reshape(places.shape)
+    at = jnp.where(is_written, places, past_the_end)
+    return jnp.broadcast_to(jnp.maximum(slots, 0)[:, None], at.shape), at
 
 
 def read_slots(cache: jax.Array, layer: int, slots: jax.Array) -> jax.Array:

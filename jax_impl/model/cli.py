@@ -50,7 +50,12 @@ def add_parser(subparsers: Any) -> None:
     prompts.add_argument(
         "--measure", action="store_true", help="time a random model of about 1e9 parameters, on a GPU; no --model"
     )
-    option("--speculate", choices=("lookup", "none"), default="lookup", help="where drafts come from (%(default)s)")
+    option(
+        "--speculate",
+        choices=("lookup", "tree", "none"),
+        default="lookup",
+        help="where drafts come from: looked up in the text, as one continuation or as a tree of two (%(default)s)",
+    )
     option(
         "--draft-tokens", type=up_to(64, "64"), default=4, metavar="D", help="tokens verified per step (%(default)s)"
     )
@@ -60,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     option("--dtype", choices=DTYPES, help="of weights and states; default: the checkpoint's")
     option("--implementation", choices=IMPLEMENTATIONS, help="of the convolution; default: chosen for the device")
     option("--axis-order", choices=AXIS_ORDERS, default="time_major")
-    option("--storage", choices=STORAGES, default="sliding")
+    option("--storage", choices=STORAGES, help="default: sliding, and inputs for trees, which sliding cannot hold")
     option("--stats", action="store_true", help="print speed and acceptance to stderr at the end")
     option("--out", type=pathlib.Path, metavar="DIR", help="where --measure writes its JSON file")
     parser.set_defaults(run=run, parser=parser)
@@ -104,6 +109,10 @@ def run(args: argparse.Namespace) -> int:
     for value, name in ((args.out, "--out"), (not args.model, "--model")):
         if value:
             args.parser.error(f"argument {name}: {'only with --measure' if value is args.out else 'required'}.")
+    if args.speculate == "tree" and args.storage == "sliding":
+        raise CliError(
+            "--storage: expected inputs or dense with --speculate tree, got sliding, which holds chains only."
+        )
     if args.stats:
         require_rich("Leave out --stats to do without.")
     lines = None if args.batch is None else read_batch(args.batch)  # before the weights, which take longer
@@ -146,25 +155,26 @@ def require_safetensors() -> None:
 def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequence[Job]) -> Any:
     """An engine that all jobs fit, refused before it is allocated when it is too large."""
     from jax_impl.model.decode import Engine, cache_bytes
-    from jax_impl.model.drafters import NoDrafts, PromptLookup
+    from jax_impl.model.drafters import NoDrafts, PromptLookup, TreeLookup
 
     needed = max((len(job.prompt_ids) + job.max_new_tokens for job in jobs), default=1)
     max_len = args.max_len or max(2, min(-(-needed // LEN_MULTIPLE) * LEN_MULTIPLE, config.max_positions))
-    speculates = args.speculate == "lookup"
+    drafter = {"lookup": PromptLookup, "tree": TreeLookup, "none": NoDrafts}[args.speculate]()
+    storage = args.storage or ("inputs" if args.speculate == "tree" else "sliding")
     sizes = {
         "max_requests": max(1, min(args.requests, len(jobs))),
         "max_len": max_len,
-        "num_draft_tokens": args.draft_tokens if speculates else 1,
+        "num_draft_tokens": 1 if args.speculate == "none" else args.draft_tokens,
     }
-    num_bytes = cache_bytes(config, str(parameters.embedding.dtype), storage=args.storage, **sizes)
+    num_bytes = cache_bytes(config, str(parameters.embedding.dtype), storage=storage, **sizes)
     if num_bytes > MAX_CACHE_BYTES:
         raise CliError(
             f"--requests, --max-len, --draft-tokens: expected cache and prefill of at most {MAX_CACHE_BYTES:,} bytes, "
             f"got {num_bytes:,} bytes for {sizes['max_requests']} requests of {sizes['max_len']} tokens."
         )
     engine = Engine(
-        config, parameters, drafter=PromptLookup() if speculates else NoDrafts(), axis_order=args.axis_order,
-        storage=args.storage, implementation=args.implementation, **sizes,
+        config, parameters, drafter=drafter, axis_order=args.axis_order, storage=storage,
+        implementation=args.implementation, **sizes,
     )  # fmt: skip
     for job in jobs:
         try:
@@ -347,6 +357,9 @@ def print_statistics(statistics: Any, *, stderr: bool = True) -> None:
     ]
     for draft, (rate, proposed) in enumerate(zip(counts.position_rates, counts.proposed, strict=True), start=1):
         rows.append((f"draft {draft}: accepted / verified, of {proposed:,} verified", f"{rate:.3f}"))
+    if counts.trees:
+        rows.append(("request steps whose drafts were a tree of two branches", f"{counts.trees:,}"))
+        rows.append(("request steps that accepted a token of the second branch", f"{counts.second_branches:,}"))
     for accepted, count in enumerate(counts.histogram, start=1):
         share = count / steps if steps else 0.0
         rows.append((f"n = {accepted}: request steps  {'█' * round(50 * share)} {share:.1%}", f"{count:,}"))

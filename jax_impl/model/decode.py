@@ -7,6 +7,9 @@ One jitted step with a donated state does everything that a step is:
 
     n = 1 + the drafts before the first that differs from the argmax behind its predecessor
 
+Of a tree of drafts the accepted ones are a path: from the root, the last token, to the child that is the argmax behind
+its parent, as long as there is one. The path says what is committed, and its keys and values are moved together.
+
 A slot's states hold all tokens of its history but the last. The step stops a sequence at a stop token or at its budget
 by itself, so that many steps can be launched without waiting for one; between steps requests join and leave.
 """
@@ -24,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.checks import Implementation
-from jax_impl.layout import AxisOrder, Problems, Storage
+from jax_impl.layout import AxisOrder, ConvCacheSpec, Problems, Storage
 from jax_impl.model import attention, hybrid
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.drafters import CorruptedReplay, Drafter, PromptLookup
@@ -62,11 +65,17 @@ class DecodeState:
 
 
 class StepResult(NamedTuple):
-    """What a step did, per row: the new tokens `[R, D]`, -1 from `accepted` on; accepted n and verified v `[R]`."""
+    """What a step did, per row: the new tokens `[R, D]`, -1 from `accepted` on; accepted n and verified v `[R]`.
+
+    `path` `[R, D]` has the accepted tokens' places in the block, 0 … n - 1 of a chain, -1 from `accepted` on;
+    `is_tree` `[R]` says whether the verified drafts had branches.
+    """
 
     tokens: jax.Array
     accepted: jax.Array
     verified: jax.Array
+    path: jax.Array
+    is_tree: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("config", "stop_token_ids", "implementation"), donate_argnames="state")
@@ -85,12 +94,15 @@ def verify_step(
     Args:
       parameters: of the model.
       state: donated.
-      drafter: proposes up to D - 1 tokens per row.
+      drafter: proposes up to D - 1 tokens per row, as a chain or, with storage "inputs" or "dense", as a tree.
       slots: int32 `[R]`, the slot of each row's request, or -1 where there is none.
       config, stop_token_ids, implementation: static.
 
     Returns:
       The state, and what happened in each row: nothing where there is no request, or a finished one.
+
+    Raises:
+      ValueError: the drafter proposes trees, and the storage is "sliding".
     """
     tokens_per_step = state.cache.spec.num_draft_tokens
     live = (slots >= 0) & (slots < state.lengths.shape[0])
@@ -100,18 +112,30 @@ def verify_step(
 
     drafts = drafter.propose(history, lengths, inside, state.step, tokens_per_step - 1)
     verified = jnp.minimum(1 + jnp.clip(drafts.count, 0, tokens_per_step - 1), remaining)
+    position = jnp.arange(tokens_per_step, dtype=jnp.int32)[None, :]
+    parents, verified = _checked_links(drafts.parents, verified, state.cache.spec)
     last = jnp.take_along_axis(history, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     block = jnp.concatenate([last, drafts.tokens], axis=1)
-    position = jnp.arange(tokens_per_step, dtype=jnp.int32)[None, :]
     block = jnp.where(position < verified[:, None], block, 0)
 
     hidden, cache, step_states = hybrid.verify(
-        parameters, config, state.cache, block, verified, lengths - 1, slots, implementation=implementation
-    )
+        parameters, config, state.cache, block, verified, lengths - 1, slots, parents=parents,
+        implementation=implementation,
+    )  # fmt: skip
     greedy = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
-    accepted, is_stop = _accept(block, greedy, verified, stop_token_ids)
+    is_stop = _is_stop(greedy, stop_token_ids)
+    path = None
+    if parents is None:
+        accepted = _accept(block, greedy, verified, is_stop)
+    else:
+        path = _accept_path(block, greedy, verified, is_stop, parents)
+        accepted = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+        greedy, is_stop = (
+            jnp.take_along_axis(of, jnp.maximum(path, 0), axis=1, mode="promise_in_bounds") for of in (greedy, is_stop)
+        )
+        cache = hybrid.keep_path(cache, slots, lengths - 1, path)
     committed = commit_after_verify(
-        cache.hybrid, slots, accepted, step_states=step_states, num_valid_tokens=verified,
+        cache.hybrid, slots, accepted, step_states=step_states, num_valid_tokens=verified, accepted_path=path,
         implementation=implementation,
     )  # fmt: skip
 
@@ -128,17 +152,58 @@ def verify_step(
         remaining=state.remaining.at[rows].set(left, mode="drop"),
         step=state.step + 1,
     )
-    return state, StepResult(jnp.where(new, greedy, -1), accepted, verified)
+    is_tree = jnp.zeros_like(live)
+    if parents is not None:
+        is_tree = jnp.any((parents != position - 1) & (position < verified[:, None]), axis=1)
+    path = jnp.where(new, position, -1) if path is None else path
+    return state, StepResult(jnp.where(new, greedy, -1), accepted, verified, path, is_tree)
 
 
-def _accept(
-    block: jax.Array, greedy: jax.Array, verified: jax.Array, stop_token_ids: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """n of each row, and which of the greedy tokens are stop tokens; nothing is accepted behind a stop token."""
-    is_stop = _is_stop(greedy, stop_token_ids)
+def _accept(block: jax.Array, greedy: jax.Array, verified: jax.Array, is_stop: jax.Array) -> jax.Array:
+    """n of each row; nothing is accepted behind a stop token."""
     agrees = (block[:, 1:] == greedy[:, :-1]) & ~is_stop[:, :-1]
     accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    return jnp.minimum(accepted, verified), is_stop
+    return jnp.minimum(accepted, verified)
+
+
+def _accept_path(
+    block: jax.Array, greedy: jax.Array, verified: jax.Array, is_stop: jax.Array, parents: jax.Array
+) -> jax.Array:
+    """The accepted nodes `[R, D]` of each row's tree, from the root on, then -1; none behind a stop token.
+
+    A node agrees when its token is the argmax behind its parent, and no earlier child of that parent has it too; it is
+    accepted when all of its ancestors agree. So accepted nodes are one path, in the order of the block.
+    """
+    node = jnp.arange(block.shape[1], dtype=jnp.int32)
+    is_valid = node[None, :] < verified[:, None]
+    parent = jnp.clip(parents, 0, block.shape[1] - 1)
+    told, ends = (jnp.take_along_axis(of, parent, axis=1, mode="promise_in_bounds") for of in (greedy, is_stop))
+    are_twins = (parents[:, :, None] == parents[:, None, :]) & (block[:, :, None] == block[:, None, :])
+    is_second = jnp.any(are_twins & (node[:, None] > node[None, :])[None], axis=2)
+    agrees = (node == 0)[None, :] | (block == told) & ~ends & ~is_second
+    accepted = jnp.all(agrees[:, None, :] | ~attention.ancestors(parents), axis=2) & is_valid
+    place = jnp.cumsum(accepted, axis=1, dtype=jnp.int32) - 1
+    is_there = accepted[:, None, :] & (place[:, None, :] == node[None, :, None])  # row, place on the path, node
+    path = jnp.sum(jnp.where(is_there, node[None, None, :], 0), axis=2, dtype=jnp.int32)
+    return jnp.where(jnp.any(is_there, axis=2), path, -1)
+
+
+def _checked_links(
+    parents: jax.Array | None, verified: jax.Array, spec: ConvCacheSpec
+) -> tuple[jax.Array | None, jax.Array]:
+    """Links with a root, and how many nodes there are before the first that does not follow an earlier one."""
+    if parents is None:
+        return None, verified
+    if spec.storage == "sliding":
+        raise ValueError(
+            '`storage`: expected "inputs" or "dense", got "sliding". The drafter proposes trees, and a shared run of '
+            "columns holds chains only."
+        )
+    node = jnp.arange(spec.num_draft_tokens, dtype=jnp.int32)[None, :]
+    parents = jnp.where(node == 0, -1, parents)
+    follows = (node == 0) | (parents >= 0) & (parents < node)
+    sound = jnp.sum(jnp.cumprod(follows.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return parents, jnp.minimum(verified, sound)
 
 
 def _is_stop(tokens: jax.Array, stop_token_ids: tuple[int, ...]) -> jax.Array:
@@ -262,7 +327,9 @@ class Statistics:
       steps: launched steps. request_steps: steps of one request each.
       tokens: generated tokens, n of each request step, the bonus token included.
       histogram: how often each n occurred, 1 … D.
-      proposed, accepted: by draft position 1 … D - 1, how often a draft was verified there, and accepted.
+      proposed, accepted: by draft position 1 … D - 1, how often a draft was verified there, and accepted. In a tree a
+        draft's position is that of its node, branch after branch.
+      trees: request steps whose drafts had branches. second_branches: those whose accepted path has left the first one.
       seconds: from each step's launch until its tokens were here.
     """
 
@@ -270,6 +337,8 @@ class Statistics:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    trees: int = 0
+    second_branches: int = 0
     histogram: list[int] = dataclasses.field(init=False)
     proposed: list[int] = dataclasses.field(init=False)
     accepted: list[int] = dataclasses.field(init=False)
@@ -279,17 +348,27 @@ class Statistics:
         self.proposed = [0] * (self.num_draft_tokens - 1)
         self.accepted = [0] * (self.num_draft_tokens - 1)
 
-    def add(self, accepted: Sequence[int], verified: Sequence[int]) -> None:
-        """Counts one step of all rows; rows without a request have n = 0."""
+    def add(
+        self,
+        accepted: Sequence[int],
+        verified: Sequence[int],
+        paths: Sequence[Sequence[int]] | None = None,
+        is_tree: Sequence[bool] | None = None,
+    ) -> None:
+        """Counts one step of all rows; rows without a request have n = 0. Without paths the drafts were chains."""
         self.steps += 1
-        for n, v in zip(accepted, verified, strict=True):
+        for row, (n, v) in enumerate(zip(accepted, verified, strict=True)):
             if n < 1:
                 continue
+            chain = list(range(n))
+            path = chain if paths is None else list(paths[row][:n])
             self.tokens += n
             self.histogram[n - 1] += 1
+            self.trees += is_tree is not None and is_tree[row]
+            self.second_branches += path != chain
             for draft in range(v - 1):
                 self.proposed[draft] += 1
-                self.accepted[draft] += draft < n - 1
+                self.accepted[draft] += draft + 1 in path
 
     @property
     def request_steps(self) -> int:
@@ -323,7 +402,7 @@ class Engine:
       num_slots: slots C of the cache; None means one per row.
       max_len: tokens of one sequence, prompt and generated.
       num_draft_tokens: D, tokens verified per step and request.
-      drafter: None means prompt lookup.
+      drafter: None means prompt lookup. One that proposes trees needs a storage that holds them.
       stop_token_ids: None means the checkpoint's.
       axis_order, storage: of the convolution's cache. implementation: of its operations.
 
@@ -498,8 +577,8 @@ class Engine:
 
     def collect(self, result: StepResult) -> list[Progress]:
         """Waits for a launched step and hands out its tokens."""
-        tokens, accepted, verified = jax.device_get(result)
-        self.statistics.add(accepted.tolist(), verified.tolist())
+        tokens, accepted, *counts = jax.device_get(result)
+        self.statistics.add(accepted.tolist(), *(array.tolist() for array in counts))
         running = list(self.requests.values())
         assert all(accepted[request.row] > 0 for request in running), "a step accepts a token of every request"
         return [self._receive(request, tokens[request.row, : accepted[request.row]].tolist()) for request in running]

@@ -1,7 +1,7 @@
 """Who proposes the tokens of a block. Drafters are pytrees and run on the device, inside the jitted step.
 
-A drafter sees each request's tokens so far and proposes up to D - 1 more, or none. What it proposes changes how fast a
-sequence grows and never what it says.
+A drafter sees each request's tokens so far and proposes up to D - 1 more, or none: one after the other, or as a tree
+whose root is the last token so far. What it proposes changes how fast a sequence grows and never what it says.
 """
 
 import dataclasses
@@ -12,10 +12,16 @@ import jax.numpy as jnp
 
 
 class Drafts(NamedTuple):
-    """Proposed tokens int32 `[B, D - 1]`, and how many of each row count, int32 `[B]` from 0 to D - 1."""
+    """Proposed tokens int32 `[B, D - 1]`, and how many of each row count, int32 `[B]` from 0 to D - 1.
+
+    `parents` int32 `[B, D]` makes them a tree: node 0 is the last token so far, whose link is not looked at, node i is
+    `tokens[:, i - 1]` and follows the earlier node `parents[:, i]`. A node whose link is none, and all behind it, do
+    not count. None is a chain: every token follows the one before it.
+    """
 
     tokens: jax.Array
     count: jax.Array
+    parents: jax.Array | None = None
 
 
 class Drafter(Protocol):
@@ -71,24 +77,95 @@ class PromptLookup:
         """
         if max_drafts == 0:
             return NoDrafts().propose(history, lengths, slots, step, 0)
-        max_len = history.shape[1]
-        first, count = jnp.zeros_like(lengths), jnp.zeros_like(lengths)
-        start = jnp.arange(max_len, dtype=jnp.int32)[None, :]
-        for ngram in range(1, self.max_ngram + 1):  # a longer one that is found overrides a shorter one
-            padded = jnp.pad(history, ((0, 0), (0, ngram)))
-            same = start + ngram < lengths[:, None]
-            for offset in range(ngram):
-                place = jnp.maximum(lengths - ngram + offset, 0)[:, None]
-                newest = jnp.take_along_axis(history, place, axis=1)
-                same &= padded[:, offset : offset + max_len] == newest
-            following = jnp.minimum(lengths[:, None] - start - ngram, max_drafts)
-            score = jnp.where(same, following * max_len + start, -1)
-            best = jnp.argmax(score, axis=1).astype(jnp.int32)
-            found = jnp.max(score, axis=1) >= 0
-            first = jnp.where(found, best + ngram, first)
-            count = jnp.where(found, jnp.take_along_axis(following, best[:, None], axis=1)[:, 0], count)
-        places = jnp.minimum(first[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)[None, :], max_len - 1)
-        return Drafts(jnp.take_along_axis(history, places, axis=1), count)
+        place, following = _continuations(history, lengths, self.max_ngram, max_drafts)
+        first, count = _longest(following, place)
+        return Drafts(_tokens_at(history, first, max_drafts), count)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeLookup:
+    """Proposes what followed twice: where the newest tokens have had two different continuations, both.
+
+    The first continuation is the one of `PromptLookup`. The second comes from another occurrence of the same suffix,
+    chosen by the same rule among those that part from the first early enough for both to have a token of their own.
+    Nodes are the tokens that both begin with, then the rest of the first, then the rest of the second, which gets half
+    of the places that are left. Without a second continuation the drafts are a chain, those of `PromptLookup`.
+    """
+
+    max_ngram: int = dataclasses.field(default=3, metadata={"static": True})
+
+    def propose(
+        self, history: jax.Array, lengths: jax.Array, slots: jax.Array, step: jax.Array, max_drafts: int
+    ) -> Drafts:
+        """Up to `max_drafts` tokens on one or two branches.
+
+        >>> history = jnp.array([[7, 8, 1, 2, 7, 8, 1, 3, 7, 8]])
+        >>> drafts = TreeLookup().propose(history, jnp.array([10]), jnp.array([0]), jnp.int32(0), 5)
+        >>> drafts.tokens.tolist(), drafts.parents.tolist()  # 1, then 2 7 or 3 7
+        ([[1, 2, 7, 3, 7]], [[-1, 0, 1, 2, 1, 4]])
+        """
+        node = jnp.arange(max_drafts + 1, dtype=jnp.int32)[None, :]
+        links = jnp.broadcast_to(node - 1, (lengths.shape[0], max_drafts + 1))
+        if max_drafts == 0:
+            return Drafts(*NoDrafts().propose(history, lengths, slots, step, 0)[:2], links)
+        place, following = _continuations(history, lengths, self.max_ngram, max_drafts)
+        first, count = _longest(following, place)
+        tokens = _tokens_at(history, first, max_drafts)
+
+        # How many tokens each continuation shares with the first, and whether the next one of both is another.
+        common, is_same = jnp.zeros_like(following), following >= 0
+        padded = jnp.pad(history, ((0, 0), (0, max_drafts)))
+        is_other = jnp.zeros_like(is_same)
+        for draft in range(max_drafts - 1):  # to part at the last draft leaves no place for a second
+            both = is_same & (draft < jnp.minimum(following, count[:, None]))
+            is_equal = padded[:, draft : draft + history.shape[1]] == tokens[:, draft : draft + 1]
+            is_other |= both & ~is_equal
+            is_same = both & is_equal
+            common += is_same.astype(jnp.int32)
+        second, second_count = _longest(jnp.where(is_other, following, 0), place)
+        shared = jnp.take_along_axis(common, second[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+        of_second = jnp.where(second_count > 0, jnp.minimum(second_count - shared, (max_drafts - shared) // 2), 0)
+        of_first = jnp.minimum(count, max_drafts - of_second)
+
+        draft = node[:, :-1]
+        others = _tokens_at(history, second - of_first + shared, max_drafts)
+        tokens = jnp.where(draft < of_first[:, None], tokens, others)
+        is_second_start = (of_second > 0)[:, None] & (node == 1 + of_first[:, None])
+        return Drafts(tokens, of_first + of_second, jnp.where(is_second_start, shared[:, None], links))
+
+
+def _continuations(
+    history: jax.Array, lengths: jax.Array, max_ngram: int, max_drafts: int
+) -> tuple[jax.Array, jax.Array]:
+    """Where the longest suffix that occurred before has gone on: places `[1, max_len]`, and how many tokens follow.
+
+    The count int32 `[B, max_len]` is from 1 to `max_drafts` where the tokens before a place are that suffix, else 0.
+    """
+    place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    following = jnp.zeros_like(history)
+    for ngram in range(1, max_ngram + 1):  # a longer one that is found overrides a shorter one
+        is_same = (place >= ngram) & (place < lengths[:, None])
+        for back in range(1, ngram + 1):
+            newest = _tokens_at(history, lengths - back, 1)
+            is_same &= jnp.pad(history, ((0, 0), (back, 0)))[:, : history.shape[1]] == newest
+        found = jnp.any(is_same, axis=1)[:, None]
+        count = jnp.where(is_same, jnp.minimum(lengths[:, None] - place, max_drafts), 0)
+        following = jnp.where(found, count, following)
+    return place, following
+
+
+def _longest(following: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The place `[B]` with the most tokens behind it, the latest of these, and how many they are; 0 for none."""
+    best = jnp.argmax(following * place.shape[1] + place, axis=1).astype(jnp.int32)
+    count = jnp.take_along_axis(following, best[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+    return best, count
+
+
+def _tokens_at(history: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """`count` tokens from place `first` `[B]` on; what is outside the history is anything."""
+    places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+    return jnp.take_along_axis(history, jnp.clip(places, 0, history.shape[1] - 1), axis=1, mode="promise_in_bounds")
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The second half of the demo: four requests of the tiny checkpoint, decoded plainly and speculatively, compared."""
+"""The second half of the demo: four requests of the tiny checkpoint, decoded plainly, speculatively and with trees."""
 
 import dataclasses
 import random
@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from jax_impl.checks import Implementation
+from jax_impl.layout import Storage
 from jax_impl.model.decode import Engine, Statistics
-from jax_impl.model.drafters import NoDrafts, PromptLookup
+from jax_impl.model.drafters import Drafter, NoDrafts, PromptLookup, TreeLookup
 from jax_impl.model.tiny import TINY, tiny_model
 from jax_impl.model.weights import count_parameters
 
@@ -22,6 +23,7 @@ class Example:
 
     mismatch: str | None
     statistics: Statistics
+    of_trees: Statistics
     new_tokens: int
     num_parameters: int
     seconds: float
@@ -38,6 +40,12 @@ class Example:
             "histogram": dict(enumerate(counts.histogram, start=1)),
             "mean_accepted_length": counts.mean_accepted_length,
             "position_rates": counts.position_rates,
+            "trees": {
+                "request_steps": self.of_trees.request_steps,
+                "trees": self.of_trees.trees,
+                "second_branches": self.of_trees.second_branches,
+                "mean_accepted_length": self.of_trees.mean_accepted_length,
+            },
             "seconds": round(self.seconds, 3),
         }
 
@@ -45,12 +53,18 @@ class Example:
         return (
             f"Tiny checkpoint, {self.num_parameters:,} parameters in the files of a real one: "
             f"{len(PROMPT_TOKENS)} requests × {self.new_tokens} tokens decoded speculatively are the tokens of greedy "
-            f"decoding, in {self.seconds:.1f} s."
+            f"decoding, with chains of drafts and with trees, in {self.seconds:.1f} s.\n"
+            f"Mean accepted length {self.statistics.mean_accepted_length:.3f} with chains and "
+            f"{self.of_trees.mean_accepted_length:.3f} with trees: of {self.of_trees.request_steps} request steps "
+            f"{self.of_trees.trees} drafted two branches, and {self.of_trees.second_branches} accepted the second."
         )
 
 
-def run(implementation: Implementation | None = None) -> Example:
-    """Writes the checkpoint, loads it and decodes twice; `implementation` is that of the speculative half."""
+def run(implementation: Implementation | None = None, storage: Storage = "sliding") -> Example:
+    """Writes the checkpoint, loads it and decodes three times; the options are those of speculative decoding.
+
+    Storage "sliding", which cannot hold trees, is "inputs" for them.
+    """
     start = time.perf_counter()
     new_tokens = INTERPRETED_TOKENS if implementation == "pallas_interpret" else NEW_TOKENS
     config, parameters = tiny_model()
@@ -59,19 +73,25 @@ def run(implementation: Implementation | None = None) -> Example:
     sizes: dict[str, Any] = {"max_requests": len(prompts), "num_slots": len(prompts) + 1, "max_len": MAX_LEN}
     plain = Engine(config, parameters, drafter=NoDrafts(), num_draft_tokens=1, **sizes)
     greedy = plain.generate(prompts, new_tokens)
-    speculative = Engine(config, parameters, drafter=PromptLookup(), implementation=implementation, **sizes)
-    speculative.warm_up()
-    generated = speculative.generate(prompts, new_tokens)
-    mismatch = next(
-        (
-            f"speculative decoding differs from greedy decoding: request {request}, token {place}: "
-            f"expected {wanted}, got {got}."
-            for request, pair in enumerate(zip(generated, greedy, strict=True))
-            for place, (got, wanted) in enumerate(zip(*pair, strict=True))
-            if got != wanted
-        ),
-        None,
-    )
+
+    def speculate(drafter: Drafter, storage: Storage, what: str) -> tuple[str | None, Statistics]:
+        engine = Engine(config, parameters, drafter=drafter, implementation=implementation, storage=storage, **sizes)
+        engine.warm_up()
+        mismatch = next(
+            (
+                f"{what} differs from greedy decoding: request {request}, token {place}: expected {wanted}, got {got}."
+                for request, pair in enumerate(zip(engine.generate(prompts, new_tokens), greedy, strict=True))
+                for place, (got, wanted) in enumerate(zip(*pair, strict=True))
+                if got != wanted
+            ),
+            None,
+        )
+        return mismatch, engine.statistics
+
+    for_trees: Storage = "inputs" if storage == "sliding" else storage
+    mismatch, of_chains = speculate(PromptLookup(), storage, "speculative decoding")
+    mismatch_of_trees, of_trees = speculate(TreeLookup(), for_trees, "speculative decoding with trees")
+    seconds = time.perf_counter() - start
     return Example(
-        mismatch, speculative.statistics, new_tokens, count_parameters(parameters), time.perf_counter() - start
+        mismatch or mismatch_of_trees, of_chains, of_trees, new_tokens, count_parameters(parameters), seconds
     )

@@ -2,7 +2,8 @@
 
     prefill   reads nothing, writes every state of the named slots: a slot's old content never matters
     verify    reads conv_state and recurrent_state, writes conv_windows, keys and values past each length, and returns
-              the recurrent state after every token; `commit_after_verify` then moves both states on in one call
+              the recurrent state after every token; `commit_after_verify` then moves both states on in one call, and
+              after a tree `keep_path` moves the accepted keys and values together
 
 Both run the same layers and differ in how a layer meets its state.
 """
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_impl import ConvCacheSpec, allocate_conv_cache, causal_conv1d_prefill, causal_conv1d_verify
 from jax_impl.checks import Implementation
+from jax_impl.history import links_hold
 from jax_impl.layout import AxisOrder, Storage
 from jax_impl.model import attention, mixers
 from jax_impl.model.config import ModelConfig
@@ -142,6 +144,7 @@ def verify(
     past_lengths: jax.Array,
     slots: jax.Array,
     *,
+    parents: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, ModelCache, jax.Array]:
     """Runs a block of D tokens per request on top of its committed states, which stay as they are.
@@ -153,6 +156,10 @@ def verify(
       num_valid_tokens: int32 `[B]`, v. Outside 1 … D skips the request.
       past_lengths: int32 `[B]`, tokens of each sequence that its states hold: the position of `tokens[:, 0]`.
       slots: int32 `[B]`. A slot outside the pool skips the request.
+      parents: int32 `[B, D]`, links of draft trees: the earlier token that each one follows, -1 for the committed
+        states. Every token is computed on top of its ancestors; in the cache, node t's keys and values are behind those
+        of node t - 1. A link among tokens < v that does not point backwards skips the request, as do branches with
+        storage "sliding". None is a chain.
       implementation: of the convolution.
 
     Returns:
@@ -162,8 +169,15 @@ def verify(
     spec, pool = cache.spec, cache.hybrid.recurrent_state
     token = jnp.arange(spec.num_draft_tokens, dtype=jnp.int32)[None, :]
     live = (slots >= 0) & (slots < spec.num_slots) & (num_valid_tokens >= 1) & (num_valid_tokens <= tokens.shape[1])
+    places = jnp.maximum(past_lengths, 0)[:, None] + token
+    positions, visible, links = places, places, None
+    if parents is not None:
+        live &= links_hold([parents[:, node] for node in range(tokens.shape[1])], num_valid_tokens, spec=spec)
+        links = jnp.where(live[:, None] & (token < num_valid_tokens[:, None]), parents, token - 1)
+        is_ancestor = attention.ancestors(links)
+        positions = places[:, :1] + jnp.sum(is_ancestor, axis=2, dtype=jnp.int32) - 1
+        visible = attention.visible_to_nodes(is_ancestor, places[:, 0], cache.keys.shape[2])
     is_valid = live[:, None] & (token < num_valid_tokens[:, None])
-    positions = jnp.maximum(past_lengths, 0)[:, None] + token
     num_keys = past_lengths + jnp.where(live, num_valid_tokens, 0)
     rows = jnp.where(live, slots, 0)
     conv_windows, keys, values = cache.hybrid.conv.conv_windows, cache.keys, cache.values
@@ -176,23 +190,32 @@ def verify(
             projected = mixers.project(layer.mixer, config, x)
             mixed, conv_windows = causal_conv1d_verify(
                 projected.qkv, cache.hybrid.conv.conv_state, conv_windows, parameters.conv, spec=spec,
-                state_indices=slots, layer=linear, num_valid_tokens=num_valid_tokens, implementation=implementation,
+                state_indices=slots, layer=linear, num_valid_tokens=num_valid_tokens, parents=parents,
+                implementation=implementation,
             )  # fmt: skip
-            o, states = mixers.delta_rule(config, pool[linear, rows], mixed, projected, is_valid, keep_states=True)
+            o, states = mixers.delta_rule(
+                config, pool[linear, rows], mixed, projected, is_valid, keep_states=True, parents=links
+            )
             step_states.append(states)
             hidden = hidden + _of_all_ranks(config, mixers.output(layer.mixer, config, o, projected.z))
         else:
             assert isinstance(layer.mixer, FullAttention)
             q, gate, k, v = attention.project(layer.mixer, config, x, positions)
-            keys = attention.write_tokens(keys, k, full, slots, positions, is_valid)
-            values = attention.write_tokens(values, v, full, slots, positions, is_valid)
+            keys = attention.write_tokens(keys, k, full, slots, places, is_valid)
+            values = attention.write_tokens(values, v, full, slots, places, is_valid)
             past = [attention.read_slots(array, full, slots) for array in (keys, values)]
-            mixed = attention.attend(layer.mixer, q, gate, *past, positions, num_keys)
+            mixed = attention.attend(layer.mixer, q, gate, *past, visible, num_keys)
             hidden, full = hidden + _of_all_ranks(config, mixed), full + 1
         hidden = _add_mlp(config, layer.post_norm, layer.mlp, hidden)
     conv = dataclasses.replace(cache.hybrid.conv, conv_windows=conv_windows)
     cache = ModelCache(HybridCache(conv, pool), keys, values)
     return rms_norm(hidden, parameters.norm, config.norm_eps), cache, jnp.stack(step_states)
+
+
+def keep_path(cache: ModelCache, slots: jax.Array, past_lengths: jax.Array, path: jax.Array) -> ModelCache:
+    """Keys and values of a tree's accepted path, int32 `[B, D]` and -1 behind it, moved to where a chain has them."""
+    keys, values = (attention.move_path(array, slots, past_lengths, path) for array in (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def logits_of(parameters: Parameters, hidden: jax.Array) -> jax.Array:

@@ -7,10 +7,10 @@
 
 q and k are l2-normalised, q divided by √key_dim; everything from the convolution's output to o is float32. The
 recurrence is one `lax.scan` over tokens. A verified block keeps the state after each of its tokens, so that the
-accepted one can be committed; the pool itself is only read.
+accepted one can be committed; the pool itself is only read. In a draft tree a token's S is its parent's.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,9 @@ def delta_rule(
     is_valid: jax.Array,
     *,
     keep_states: bool,
+    parents: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The recurrence over a block of tokens.
+    """The recurrence over a block of tokens, or over a tree of them.
 
     Args:
       config: geometry.
@@ -84,6 +85,7 @@ def delta_rule(
       projected: of the same tokens.
       is_valid: bool `[B, T]`; a token that is not valid leaves the state as it is.
       keep_states: return the state after each token instead of the last one.
+      parents: int32 `[B, T]`, the earlier token that each one follows, or -1 for `state`; needs `keep_states`.
 
     Returns:
       o `[B, T, Hv, dv]` float32, and the states `[B, T, Hv, dk, dv]` or `[B, Hv, dk, dv]`.
@@ -100,11 +102,31 @@ def delta_rule(
         return state, (o, state) if keep_states else (o,)
 
     tokens = (q, k, v, projected.beta, projected.decay, is_valid)
+    if parents is not None:
+        assert keep_states
+        return _over_tree(token_step, state, tokens, parents)
     by_token = [jnp.swapaxes(array, 0, 1) for array in tokens]
     # A block is a few tokens: unrolled, it is a few fused loops instead of a loop of launches.
     last, outputs = lax.scan(token_step, state, tuple(by_token), unroll=keep_states)
     o, *states = (jnp.swapaxes(array, 0, 1) for array in outputs)
     return o, states[0] if keep_states else last
+
+
+def _over_tree(
+    token_step: Any, state: jax.Array, tokens: tuple[jax.Array, ...], parents: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`token_step` on every node of trees `[B, T]`, from the state that its parent left; o and all states."""
+    batch, count = parents.shape
+    request = lax.iota(jnp.int32, batch)
+    states, outputs = jnp.zeros((batch, count, *state.shape[1:]), state.dtype), []
+    for node in range(count):
+        link = parents[:, node]
+        before = states.at[request, jnp.maximum(link, 0)].get(mode="promise_in_bounds")
+        before = jnp.where((link < 0)[:, None, None, None], state, before)
+        after, (o, _) = token_step(before, tuple(array[:, node] for array in tokens))
+        states = states.at[:, node].set(after)
+        outputs.append(o)
+    return jnp.stack(outputs, axis=1), states
 
 
 def _heads(config: ModelConfig, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
