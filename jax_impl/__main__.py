@@ -6,6 +6,7 @@ them are imported to build the help text, so such a module imports an array fram
 
 import argparse
 import csv
+import dataclasses
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model
-from jax_impl.capacity import capacity, gib, times
+from jax_impl.capacity import DESIGNS, DesignRow, capacity, design_table, gib, times
 from jax_impl.layout import ITEM_BYTES, ConvCacheSpec
 from jax_impl.presets import PRESETS, ConvPart, Preset
 from jax_impl.tables import print_table
@@ -74,7 +75,8 @@ def _discard_output() -> None:
 
 PLAN_CAPTION = (
     "A slot holds one sequence in the pool, a row one request in the verify buffer, all layers together. "
-    "GiB is 2^30 bytes; rows are requests + 1. 1× means no saving: D = 1, or a state of one column (K = 2). "
+    "GiB is 2^30 bytes; rows are requests + 1. Saving is dense over sliding; 1× means none: D = 1, or a state of one "
+    "column (K = 2). Rows of inputs are K-1 times smaller than dense ones. "
     "Grade B geometry was transcribed: check it before relying on it."
 )
 PLAN_COLUMNS: tuple[str, ...] = (
@@ -91,12 +93,15 @@ PLAN_COLUMNS: tuple[str, ...] = (
     "slot_bytes",
     "dense_row_bytes",
     "sliding_row_bytes",
+    "inputs_row_bytes",
     "saving",
     "dense_rows_per_gib",
     "sliding_rows_per_gib",
+    "inputs_rows_per_gib",
     "max_requests",
     "dense_windows_bytes",
     "sliding_windows_bytes",
+    "inputs_windows_bytes",
 )
 
 
@@ -113,8 +118,9 @@ def add_plan_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="bytes per request, rows per GiB and saving of any geometry",
-        description="Prints what the pool and the verify buffer cost per rank, dense and sliding, for published models "
-        "(all of them by default) or for a geometry given by --num-layers, --conv-dim and --width.",
+        description="Prints what the pool and the verify buffer cost per rank, dense, sliding and of inputs, for "
+        "published models (all of them by default) or for a geometry given by --num-layers, --conv-dim and --width; "
+        "and what other designs keep for a rollback.",
     )
     option = parser.add_argument
     option("--model", type=model_or_all, nargs="+", action="extend", metavar="NAME", help='published names, or "all"')
@@ -151,7 +157,8 @@ def run_plan(args: argparse.Namespace) -> int:
                     args.parser.error(f"argument --{name.strip('`').replace('_', '-')}: {reason}")
                 left_out.append({"model": preset.name if preset else "custom", "tp": tp, "reason": reason})
     if args.json:
-        print(json.dumps({"rows": rows, "left_out": left_out}, indent=1))
+        designs = [dataclasses.asdict(one) for one in _designs(rows)]
+        print(json.dumps({"rows": rows, "left_out": left_out, "designs": designs}, indent=1))
         return 0
     if args.csv:
         writer = csv.DictWriter(sys.stdout, PLAN_COLUMNS, lineterminator="\n")
@@ -159,6 +166,8 @@ def run_plan(args: argparse.Namespace) -> int:
         writer.writerows(rows)
     else:
         _print_plan(args, rows)
+        if rows:
+            _print_designs(rows)
     for row in left_out:
         print(f"left out: {row['model']} at TP {row['tp']}: {row['reason']}", file=sys.stderr)
     return 0
@@ -209,12 +218,15 @@ def _plan_row(args: argparse.Namespace, preset: Preset | None, tp: int, num_draf
         "slot_bytes": size.slot_bytes,
         "dense_row_bytes": size.dense_row_bytes,
         "sliding_row_bytes": size.sliding_row_bytes,
+        "inputs_row_bytes": size.inputs_row_bytes,
         "saving": float(size.saving),
         "dense_rows_per_gib": size.dense_rows_per_gib,
         "sliding_rows_per_gib": size.sliding_rows_per_gib,
+        "inputs_rows_per_gib": size.inputs_rows_per_gib,
         "max_requests": spec.max_requests,
         "dense_windows_bytes": size.dense_windows_bytes,
         "sliding_windows_bytes": size.sliding_windows_bytes,
+        "inputs_windows_bytes": size.inputs_windows_bytes,
     }
 
 
@@ -231,17 +243,51 @@ def _print_plan(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Non
         ("bytes/slot", lambda row: f"{row['slot_bytes']:,}"),
         ("dense bytes/row", lambda row: f"{row['dense_row_bytes']:,}"),
         ("sliding bytes/row", lambda row: f"{row['sliding_row_bytes']:,}"),
+        ("inputs bytes/row", lambda row: f"{row['inputs_row_bytes']:,}"),
         ("saving", lambda row: times(Fraction(row["dense_row_bytes"], row["sliding_row_bytes"]))),
         ("dense rows/GiB", lambda row: f"{row['dense_rows_per_gib']:,}"),
         ("sliding rows/GiB", lambda row: f"{row['sliding_rows_per_gib']:,}"),
+        ("inputs rows/GiB", lambda row: f"{row['inputs_rows_per_gib']:,}"),
         ("dense GiB", lambda row: gib(row["dense_windows_bytes"])),
         ("sliding GiB", lambda row: gib(row["sliding_windows_bytes"])),
+        ("inputs GiB", lambda row: gib(row["inputs_windows_bytes"])),
     )
     print_table(
         f"Per rank, {args.dtype}, verify buffer of {args.requests + 1} rows",
         [heading for heading, _ in columns],
         [[text(row) for _, text in columns] for row in rows],
         caption=PLAN_CAPTION,
+    )
+
+
+def _designs(rows: Sequence[dict[str, Any]]) -> list[DesignRow]:
+    """Columns by design for every width, state and number of draft tokens that was planned, each once."""
+    planned = dict.fromkeys((row["width"], row["state_len"]) for row in rows)
+    return [one for of in planned for one in design_table(of[0], _planned_tokens(rows), of[1])]
+
+
+def _planned_tokens(rows: Sequence[dict[str, Any]]) -> list[int]:
+    return list(dict.fromkeys(row["num_draft_tokens"] for row in rows))
+
+
+def _print_designs(rows: Sequence[dict[str, Any]]) -> None:
+    """The table of `_designs`: bytes where one geometry was planned, else columns per channel."""
+    geometries = {(row["num_layers"], row["conv_dim"]) for row in rows}
+    scale = 1
+    if len(geometries) == 1:
+        scale = rows[0]["slot_bytes"] // rows[0]["state_len"]
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for one in _designs(rows):
+        cells = found.setdefault((one.design, one.width, one.state_len), [])
+        cells.append(f"{one.slot_columns * scale:,} + {one.row_columns * scale:,}")
+    formulas = {design.name: f"{design.slot} + {design.row}" for design in DESIGNS}
+    unit = "Bytes, all layers together," if scale > 1 else "Columns of every channel,"
+    print_table(
+        f"{unit} by design: of a sequence in the pool + of a request in flight",
+        ("design", "K", "state", "columns", *(f"D = {tokens}" for tokens in _planned_tokens(rows))),
+        [(name, str(k), str(s), formulas[name], *cells) for (name, k, s), cells in found.items()],
+        caption="; ".join(f"{design.name}: {design.source}" for design in DESIGNS)
+        + ". What is in the pool is there for every sequence that is kept, in flight or not.",
     )
 
 

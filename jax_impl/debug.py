@@ -3,11 +3,15 @@
 The operations never look at the values of index arrays; they skip what is out of range, and leave the content of a slot
 that two live requests name unspecified. These checks do look, on the host or, through `jax.experimental.checkify`,
 inside a jitted step, so they are for debugging and tests.
+
+    check_verify    before a verify: slots, rows, links of trees, what a step resumes from
+    check_commit    before a commit: slots, counts, paths, snapshots
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +21,11 @@ from jax.experimental import checkify
 
 from jax_impl import checks
 from jax_impl.layout import ConvCacheSpec, Problems
+
+# How the consequences of findings end.
+SKIPPED = "; it is skipped."
+NO_TREE = f': a tree cannot live in the shared run (use storage "inputs" or "dense"){SKIPPED}'
+UNSPECIFIED = "; its content is unspecified."
 
 
 def check_commit(
@@ -29,6 +38,7 @@ def check_commit(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
 ) -> list[str]:
     """Everything about a commit's index arrays that is skipped or unspecified, one sentence each; [] when all is well.
 
@@ -40,7 +50,7 @@ def check_commit(
 
     Args:
       state_indices, num_accepted_tokens, spec, window_rows, num_valid_tokens, null_slot, track_indices,
-        track_num_tokens: as in `commit_conv_state`.
+        track_num_tokens, accepted_path: as in `commit_conv_state`.
 
     Returns:
       Sentences that name the argument and the request.
@@ -62,24 +72,94 @@ def check_commit(
         "num_valid_tokens": num_valid_tokens,
         "track_indices": track_indices,
         "track_num_tokens": track_num_tokens,
+        "accepted_path": accepted_path,
     }
-    checks.spec_argument(spec)
     problems = Problems()
-    named = {name: value for name, value in given.items() if value is not None or name in list(given)[:2]}
-    converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
-    null = checks.null_slot_value(problems, null_slot)
-    problems.raise_if_any()
-    traced = any(isinstance(one, Tracer) for one in converted.values())
-    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
-    requests = arrays["state_indices"].shape[0] if arrays["state_indices"].ndim else 0
-    for name, array in arrays.items():
-        problems.expect(name, "request", (requests,), array.shape)
     if (track_indices is None) != (track_num_tokens is None):
         problems.add("track_indices", "given together with `track_num_tokens`", "one of them")
-    if window_rows is None and requests > spec.max_requests:
+    return _report(problems, given, ("state_indices", "num_accepted_tokens"), null_slot, spec, _of_commit)
+
+
+def check_verify(
+    state_indices: Any,
+    *,
+    spec: ConvCacheSpec,
+    window_rows: Any = None,
+    num_valid_tokens: Any = None,
+    null_slot: int | None = None,
+    parents: Any = None,
+    resume_tokens: Any = None,
+    resume_path: Any = None,
+) -> list[str]:
+    """Everything about a verify's index arrays that is skipped or unspecified, one sentence each; [] when all is well.
+
+    A negative slot and the null slot are the ways to skip on purpose and are not reported. Traced arguments as in
+    `check_commit`.
+
+    Args:
+      state_indices, spec, window_rows, num_valid_tokens, null_slot, parents, resume_tokens, resume_path: as in
+        `causal_conv1d_verify`.
+
+    Returns:
+      Sentences that name the argument and the request.
+
+    Raises:
+      ValueError: lengths that the verify would refuse too.
+
+    Example:
+      >>> spec = ConvCacheSpec(1, 8, 4, 128, width=4, num_draft_tokens=4)
+      >>> check_verify([3, 1], spec=spec, parents=[[-1, 0, 1, 2], [-1, 0, 0, 1]])  # doctest: +NORMALIZE_WHITESPACE
+      ['`parents`: request 1 has link 0 at token 2: a tree cannot live in the shared run (use storage "inputs" or
+       "dense"); it is skipped.']
+    """
+    given = {
+        "state_indices": state_indices,
+        "window_rows": window_rows,
+        "num_valid_tokens": num_valid_tokens,
+        "parents": parents,
+        "resume_tokens": resume_tokens,
+        "resume_path": resume_path,
+    }
+    problems = Problems()
+    if resume_tokens is None and resume_path is not None:
+        problems.add("resume_path", "None without resume_tokens", "an array")
+    return _report(problems, given, ("state_indices",), null_slot, spec, _of_verify)
+
+
+def _report(
+    problems: Problems,
+    given: dict[str, Any],
+    needed: tuple[str, ...],
+    null_slot: Any,
+    spec: ConvCacheSpec,
+    findings: Callable[["_Batch"], list["_Finding"]],
+) -> list[str]:
+    """Checks the arguments of one call and reports what `findings` finds: on the host as sentences, else by checkify.
+
+    Args:
+      problems: what is wrong with the call already.
+      given: index arrays by name, None where they are not given; those of `needed` have to be.
+    """
+    checks.spec_argument(spec)
+    named = {name: value for name, value in given.items() if value is not None or name in needed}
+    of_tokens = ("parents", "resume_path", "accepted_path")
+    converted = {
+        name: checks.index_array(problems, name, value, None, "D" if name in of_tokens else None)
+        for name, value in named.items()
+    }
+    null = checks.null_slot_value(problems, null_slot)
+    if any(array is None for array in converted.values()):
+        problems.raise_if_any()
+    traced = any(isinstance(one, Tracer) for one in converted.values())
+    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
+    requests = arrays["state_indices"].shape[0]
+    for name, array in arrays.items():
+        axes, size = ("request, token", (spec.num_draft_tokens,)) if name in of_tokens else ("request", ())
+        problems.expect(name, axes, (requests, *size), array.shape)
+    if "window_rows" not in arrays and requests > spec.max_requests:
         problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()
-    found = _findings(arrays, requests, null, spec, jnp if traced else np)
+    found = findings(_Batch(arrays, requests, null, spec, jnp if traced else np))
     if not traced:
         return [sentence for one in found for sentence in one.sentences()]
     for one in found:
@@ -95,7 +175,8 @@ class _Finding:
       argument: its name.
       verb, consequence: the words around the value: "request 3 **has** 7**, more than …".
       mask: bool `[B]`. values: int `[B]`, what the argument holds. limit: int `[B]`, `{limit}` in the consequence.
-      writers: mask of the requests that commit, where the finding is about slots named twice; None otherwise.
+      together: requests of one value are named in one sentence, because together they are the finding.
+      others: mask, values and verb of the other requests that belong to it, where the finding is about two sets.
     """
 
     argument: str
@@ -104,29 +185,30 @@ class _Finding:
     mask: Any
     values: Any
     limit: Any = None
-    writers: Any = None
+    together: bool = False
+    others: Any = None
 
     def sentences(self) -> list[str]:
-        if self.verb in ("commit to slot", "snapshot to slot"):
-            return self._by_slot()
+        if self.together:
+            return self._by_value()
         return [
             f"`{self.argument}`: request {request} {self.verb} {self.values[request]}"
             + self.consequence.format(limit=None if self.limit is None else self.limit[request])
             for request in np.flatnonzero(self.mask)
         ]
 
-    def _by_slot(self) -> list[str]:
-        """One sentence a slot instead of one a request."""
+    def _by_value(self) -> list[str]:
+        """One sentence a slot or row instead of one a request."""
         sharers: dict[int, list[int]] = defaultdict(list)
         for request in np.flatnonzero(self.mask):
             sharers[int(self.values[request])].append(int(request))
         sentences = []
-        for slot, requests in sorted(sharers.items()):
+        for value, requests in sorted(sharers.items()):
             others = ""
-            if self.writers is not None:
-                committed, slots = self.writers
-                others = f", which {_requests(np.flatnonzero(committed & (slots == slot)))} commit to"
-            sentences.append(f"`{self.argument}`: {_requests(requests)} {self.verb} {slot}{others}{self.consequence}")
+            if self.others is not None:
+                mask, values, verb = self.others
+                others = f", which {_requests(np.flatnonzero(mask & (values == value)))} {verb}"
+            sentences.append(f"`{self.argument}`: {_requests(requests)} {self.verb} {value}{others}{self.consequence}")
         return sentences
 
     def check(self) -> None:
@@ -135,7 +217,7 @@ class _Finding:
             None if array is None else jnp.where(requests >= 0, array[requests], -1)
             for array in (self.values, self.limit)
         )
-        others = "" if self.writers is None else ", which others commit to"
+        others = "" if self.others is None else f", which others {self.others[2]}"
         extra: dict[str, Any] = {} if limit is None else {"limit": limit}
         checkify.check(
             jnp.logical_not(self.mask.any()),
@@ -146,80 +228,181 @@ class _Finding:
         )
 
 
-def _findings(
-    arrays: dict[str, Any], requests: int, null_slot: int | None, spec: ConvCacheSpec, xp: Any
-) -> list[_Finding]:
-    """Every kind of finding, with masks computed by `xp`: NumPy on the host, jax.numpy when traced."""
-    slots, accepted = arrays["state_indices"], arrays["num_accepted_tokens"]
-    tokens, skipped = spec.num_draft_tokens, "; it is skipped."
-    rows = arrays.get("window_rows", xp.arange(requests))
-    valid = arrays.get("num_valid_tokens", xp.full(requests, tokens))
-    in_buffer, in_range = (rows >= 0) & (rows < spec.max_requests), (valid >= 1) & (valid <= tokens)
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Index arrays of one call, and the arithmetic `xp` for their masks: NumPy on the host, jax.numpy when traced."""
 
-    def meant(slots: Any) -> Any:
-        """Requests that do not skip on purpose."""
-        return slots >= 0 if null_slot is None else (slots >= 0) & (slots != null_slot)
+    arrays: dict[str, Any]
+    requests: int
+    null_slot: int | None
+    spec: ConvCacheSpec
+    xp: Any
 
-    wanted = (accepted >= 1) & meant(slots)
-    if "track_num_tokens" in arrays:
-        wanted = wanted | ((arrays["track_num_tokens"] >= 1) & meant(arrays["track_indices"]))
+    @property
+    def rows(self) -> Any:
+        return self.arrays.get("window_rows", self.xp.arange(self.requests))
 
-    def of_set(slot_name: str, count_name: str) -> list[_Finding]:
+    @property
+    def valid(self) -> Any:
+        return self.arrays.get("num_valid_tokens", self.xp.full(self.requests, self.spec.num_draft_tokens))
+
+    @property
+    def in_buffer(self) -> Any:
+        """Requests whose row and number of valid tokens are in range."""
+        return (self.rows >= 0) & (self.rows < self.spec.max_requests) & self.valid_in_range
+
+    @property
+    def valid_in_range(self) -> Any:
+        return (self.valid >= 1) & (self.valid <= self.spec.num_draft_tokens)
+
+    def meant(self, slots: Any) -> Any:
+        """Slots that do not skip on purpose."""
+        return slots >= 0 if self.null_slot is None else (slots >= 0) & (slots != self.null_slot)
+
+    def live(self, slots: Any) -> Any:
+        return self.meant(slots) & (slots < self.spec.num_slots)
+
+    def occurrences(self, wanted: Any, among: Any, live: Any) -> Any:
+        """How often each of `wanted`, none of them negative where it matters, is among the live ones of `among`."""
+        ordered = self.xp.sort(self.xp.where(live, among, -1))
+        left, right = (self.xp.searchsorted(ordered, wanted, side=side) for side in ("left", "right"))
+        return right - left
+
+    def row_findings(self, verb: str, wanted: Any) -> list[_Finding]:
+        """Rows and valid tokens out of range, of the requests that want something."""
+        spec, outside = self.spec, (self.rows < 0) | (self.rows >= self.spec.max_requests)
+        of_buffer = f", outside the buffer of {spec.max_requests} rows{SKIPPED}"
+        of_valid = f", outside 1 to {spec.num_draft_tokens}{SKIPPED}"
+        return [
+            _Finding("window_rows", verb, of_buffer, wanted & outside, self.rows),
+            _Finding("num_valid_tokens", "has", of_valid, wanted & ~self.valid_in_range, self.valid),
+        ]
+
+    def outside_the_pool(self, name: str, wanted: Any) -> _Finding:
+        slots, of_pool = self.arrays[name], f", outside the pool of {self.spec.num_slots} slots{SKIPPED}"
+        return _Finding(name, "names slot", of_pool, wanted & (slots >= self.spec.num_slots), slots)
+
+    def path_findings(self, name: str, counts: Any, limit: Any, wanted: Any, what: str) -> tuple[list[_Finding], Any]:
+        """Nodes of the first `counts` of a path that are no path, and a mask of the requests which that skips.
+
+        `limit` is how many tokens there are to name, `what` says of what. Counts of wanted requests are in 1 … D.
+        """
+        if name not in self.arrays:
+            return [], self.xp.zeros(self.requests, bool)
+        path, xp = self.arrays[name], self.xp
+        place, n = xp.arange(self.spec.num_draft_tokens)[None, :], counts[:, None]
+        counted = wanted[:, None] & (place < n)
+        if self.spec.storage == "sliding":
+            skips, words = counted & (place == n - 1) & (path != place), f" at place {{limit}}{NO_TREE}"
+            limit = counts - 1
+        else:
+            used = counted & (place >= n - (self.spec.state_columns if self.spec.storage == "inputs" else 1))
+            skips, words = used & ((path < 0) | (path >= limit[:, None])), f", outside {what}{SKIPPED}"
+        before = xp.concatenate([xp.full((self.requests, 1), -1, path.dtype), path[:, :-1]], axis=1)
+        behind = counted & (path <= before) & ~skips.any(axis=1)[:, None]
+        order = " behind node {limit}; on a path a parent comes before its child."
+        found = [
+            _Finding(name, "needs node", words, skips.any(axis=1), self._first(skips, path), limit),
+            _Finding(name, "has node", order, behind.any(axis=1), *(self._first(behind, of) for of in (path, before))),
+        ]
+        return found, skips.any(axis=1)
+
+    def link_findings(self, wanted: Any) -> tuple[list[_Finding], Any]:
+        """Links of valid tokens that do not point backwards or branch where they must not, and a mask of both."""
+        if "parents" not in self.arrays:
+            return [], self.xp.zeros(self.requests, bool)
+        links, token = self.arrays["parents"], self.xp.arange(self.spec.num_draft_tokens)[None, :]
+        looked_at = wanted[:, None] & (token < self.valid[:, None])
+        astray = looked_at & ((links < -1) | (links >= token))
+        branch = looked_at & (links != token - 1) & ~astray.any(axis=1)[:, None] & (self.spec.storage == "sliding")
+        words = f" at token {{limit}}, which names no earlier one{SKIPPED}", f" at token {{limit}}{NO_TREE}"
+        token = self.xp.broadcast_to(token, links.shape)
+        found = [
+            _Finding("parents", "has link", text, mask.any(axis=1), self._first(mask, links), self._first(mask, token))
+            for text, mask in zip(words, (astray, branch), strict=True)
+        ]
+        return found, (astray | branch).any(axis=1)
+
+    def _first(self, mask: Any, of: Any) -> Any:
+        """What `of` `[B, D]` has where the mask of a request is first true."""
+        return self.xp.take_along_axis(of, mask.argmax(axis=1)[:, None], axis=1)[:, 0]
+
+
+def _of_verify(batch: _Batch) -> list[_Finding]:
+    """Every kind of finding about a verify."""
+    spec, slots, rows = batch.spec, batch.arrays["state_indices"], batch.rows
+    wanted, tokens = batch.meant(slots), spec.num_draft_tokens
+    links, live = batch.link_findings(wanted & batch.valid_in_range)
+    live = batch.live(slots) & batch.in_buffer & ~live
+    found = [batch.outside_the_pool("state_indices", wanted), *batch.row_findings("writes row", wanted), *links]
+    resume = batch.arrays.get("resume_tokens")
+    if resume is not None:
+        in_range = (resume >= 0) & (resume <= tokens)
+        found.append(_Finding("resume_tokens", "has", f", outside 0 to {tokens}{SKIPPED}", wanted & ~in_range, resume))
+        limit = batch.xp.full(batch.requests, tokens)
+        what = "the {limit} tokens of the step before"
+        paths, skipped = batch.path_findings("resume_path", resume, limit, wanted & in_range & (resume >= 1), what)
+        found, live = found + paths, live & in_range & ~skipped
+    shared = live & (batch.occurrences(rows, rows, live) > 1)
+    found.append(_Finding("window_rows", "write row", UNSPECIFIED, shared, rows, together=True))
+    if resume is None or spec.storage != "inputs":  # the pool is only read
+        return found
+    moved = live & (batch.occurrences(slots, slots, live) > 1)
+    moved &= batch.occurrences(slots, slots, live & (resume >= 1)) > 0
+    words = f", which is moved on{UNSPECIFIED}"
+    return [*found, _Finding("state_indices", "resume from slot", words, moved, slots, together=True)]
+
+
+def _of_commit(batch: _Batch) -> list[_Finding]:
+    """Every kind of finding about a commit."""
+    arrays, slots, valid = batch.arrays, batch.arrays["state_indices"], batch.valid
+    tokens, meant, of_inputs = batch.spec.num_draft_tokens, batch.meant, batch.spec.storage == "inputs"
+
+    def of_set(slot_name: str, count_name: str, purpose: str) -> tuple[list[_Finding], list[_Finding], Any]:
+        """Findings about one set, those about its path, and the requests of it that write."""
         slots, counts = arrays[slot_name], arrays[count_name]
         intended = meant(slots)
         unread = (counts >= 1) & (counts <= tokens) & (counts > valid) & (valid >= 1)
-        of_valid = f", more than its {{limit}} valid tokens{skipped}"
-        return [
-            _Finding(
-                count_name,
-                "has",
-                f", more than num_draft_tokens = {tokens}{skipped}",
-                (counts > tokens) & intended,
-                counts,
-            ),
-            _Finding(count_name, "has", f", below 0{skipped}", (counts < 0) & intended, counts),
+        of_tokens = f", more than num_draft_tokens = {tokens}{SKIPPED}"
+        of_valid = f", more than its {{limit}} valid tokens{SKIPPED}"
+        found = [
+            _Finding(count_name, "has", of_tokens, (counts > tokens) & intended, counts),
+            _Finding(count_name, "has", f", below 0{SKIPPED}", (counts < 0) & intended, counts),
             _Finding(count_name, "has", of_valid, unread & intended, counts, limit=valid),
-            _Finding(
-                slot_name,
-                "names slot",
-                f", outside the pool of {spec.num_slots} slots{skipped}",
-                (counts >= 1) & (slots >= spec.num_slots) & intended,
-                slots,
-            ),
+            batch.outside_the_pool(slot_name, (counts >= 1) & intended),
         ]
+        counted = batch.valid_in_range & (counts >= 1) & (counts <= valid)
+        what = f"its {{limit}} valid tokens{purpose}"
+        paths, skipped = batch.path_findings("accepted_path", counts, valid, counted & intended, what)
+        return found, paths, batch.in_buffer & counted & batch.live(slots) & ~skipped
 
-    def writes(slots: Any, counts: Any) -> Any:
-        live = in_buffer & in_range & (counts >= 1) & (counts <= valid) & (slots >= 0) & (slots < spec.num_slots)
-        return live if null_slot is None else live & (slots != null_slot)
-
-    unspecified = "; its content is unspecified."
-    commits = writes(slots, accepted)
-    shared = commits & (_occurrences(slots, slots, commits, xp) > 1)
-    of_buffer = f", outside the buffer of {spec.max_requests} rows{skipped}"
-    found = [
-        *of_set("state_indices", "num_accepted_tokens"),
-        _Finding("window_rows", "reads row", of_buffer, wanted & ~in_buffer, rows),
-        _Finding("num_valid_tokens", "has", f", outside 1 to {tokens}{skipped}", wanted & ~in_range, valid),
-        _Finding("state_indices", "commit to slot", unspecified, shared, slots),
-    ]
+    accepted, paths, commits = of_set("state_indices", "num_accepted_tokens", "")
+    wanted = (arrays["num_accepted_tokens"] >= 1) & meant(slots)
+    if "track_indices" in arrays:
+        wanted = wanted | ((arrays["track_num_tokens"] >= 1) & meant(arrays["track_indices"]))
+    shared = commits & (batch.occurrences(slots, slots, commits) > 1)
+    twice = _Finding("state_indices", "commit to slot", UNSPECIFIED, shared, slots, together=True)
+    found = [*accepted, *batch.row_findings("reads row", wanted), *paths, twice]
     if "track_indices" not in arrays:
         return found
     tracks = arrays["track_indices"]
-    snapshots = writes(tracks, arrays["track_num_tokens"])
-    twice = snapshots & (_occurrences(tracks, tracks, snapshots, xp) > 1)
-    collide = snapshots & (_occurrences(tracks, slots, commits, xp) > 0)
-    return [
-        *found,
-        *of_set("track_indices", "track_num_tokens"),
-        _Finding("track_indices", "snapshot to slot", unspecified, twice, tracks),
-        _Finding("track_indices", "snapshot to slot", unspecified, collide, tracks, writers=(commits, slots)),
-    ]
-
-
-def _occurrences(wanted: Any, among: Any, live: Any, xp: Any) -> Any:
-    """How often each of `wanted`, none of them negative where it matters, is among the live ones of `among`."""
-    ordered = xp.sort(xp.where(live, among, -1))
-    return xp.searchsorted(ordered, wanted, side="right") - xp.searchsorted(ordered, wanted, side="left")
+    tracked, paths, snapshots = of_set("track_indices", "track_num_tokens", ", for its snapshot")
+    found += [*tracked, *paths]
+    if of_inputs:
+        words, sourceless = f", which holds no state{SKIPPED}", snapshots & ~batch.live(slots)
+        found.append(_Finding("track_indices", "makes its snapshot of slot", words, sourceless, slots))
+        snapshots = snapshots & ~sourceless
+    twice = snapshots & (batch.occurrences(tracks, tracks, snapshots) > 1)
+    collide = snapshots & (batch.occurrences(tracks, slots, commits) > 0)
+    to_slot = functools.partial(
+        _Finding, "track_indices", "snapshot to slot", UNSPECIFIED, values=tracks, together=True
+    )
+    found += [to_slot(mask=twice), to_slot(mask=collide, others=(commits, slots, "commit to"))]
+    if of_inputs:  # another request's slot, which it does not commit to but reads
+        reads = snapshots & ~commits
+        elsewhere = batch.occurrences(tracks, slots, reads) - batch.xp.where(reads & (tracks == slots), 1, 0)
+        found.append(to_slot(mask=snapshots & (elsewhere > 0), others=(reads, slots, "make theirs of")))
+    return found
 
 
 def _requests(numbers: Iterable[int]) -> str:

@@ -541,6 +541,7 @@ def _report(
             | {
                 "dense_windows_bytes": size.dense_windows_bytes,
                 "sliding_windows_bytes": size.sliding_windows_bytes,
+                "inputs_windows_bytes": size.inputs_windows_bytes,
                 "state_bytes": size.state_bytes,
                 "saving": float(size.saving),
             },

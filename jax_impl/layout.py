@@ -279,7 +279,8 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
     """The storage that a draft topology allows: "sliding" for linear chains, "dense" for everything else.
 
     Two drafts that share a parent need different values in one column, so a tree cannot live in the shared run.
-    When the links are known they decide, whatever the label says.
+    When the links are known they decide, whatever the label says. Storage "inputs" holds chains and trees alike, so it
+    needs no gate.
 
     Args:
       topk: drafts proposed per position, at least 1. Without `parents`, 1 means a chain.

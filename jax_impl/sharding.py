@@ -1,10 +1,10 @@
 """The operations on a `jax.sharding.Mesh`: channels over a tensor axis, slots and requests over a data axis.
 
     conv_state    (L, C, S, conv_dim)       slots C over data, channels over tensor; channel_major likewise
-    conv_windows  (L, R, D+S-1, conv_dim)   rows R over data, channels over tensor
+    conv_windows  (L, R, D+S-1, conv_dim)   rows R over data, channels over tensor; dense and inputs likewise
     x, y          (B, D, conv_dim)          requests B over data, channels over tensor
     weight        (conv_dim, K)             channels over tensor
-    indices       (B,)                      requests over data
+    indices       (B,), (B, D)              requests over data
 
 The convolution is depthwise and a commit copies inside a slot, so no rank needs anything of another: every function
 here is a `shard_map` around the plain one on the rank's own shards, and its program has no collective. Nothing is
@@ -16,7 +16,8 @@ Channels. A rank of a Gated DeltaNet or KDA layer holds `[q_r | k_r | v_r]`, its
 load time; then a plain division of the channel axis gives each rank its heads. Everything with this axis is in that
 order: pool, buffer, weight, bias, x and y.
 
-Slots. Index arrays hold global slot and row numbers. Request b is on the data rank that owns its part of the batch,
+Slots. Index arrays hold global slot and row numbers; links and paths of draft trees number the tokens of a request,
+and are the same on every mesh. Request b is on the data rank that owns its part of the batch,
 and its slot and row must be in the same rank's part of pool and buffer: rank r has the slots r·C/dp … (r+1)·C/dp - 1.
 `localize_slots` makes them the rank's own numbers; a slot or row of another rank is skipped, like one outside the pool.
 
@@ -63,7 +64,7 @@ class ConvPartitionSpecs:
       weight: `[conv_dim, K]`. conv_weight: a `ConvWeight` of `[L, K, conv_dim]` and `[L, conv_dim]`, stacked.
       bias: `[conv_dim]`.
       x: x and y of verify and prefill, `[B, tokens, conv_dim]`. token: those of update, `[B, conv_dim]`.
-      indices: every index array, `[B]`.
+      indices: every index array `[B]`. token_indices: those of `[B, D]`, links and paths of draft trees.
       windows: what `sharded_gather` returns for a stacked buffer.
       recurrent_state: `[L, C, heads, …]`. step_states: `[L, R, D, heads, …]`.
     """
@@ -76,6 +77,7 @@ class ConvPartitionSpecs:
     x: P
     token: P
     indices: P
+    token_indices: P
     windows: P
     recurrent_state: P
     step_states: P
@@ -109,6 +111,7 @@ def partition_specs(
         x=P(data, None, tensor),
         token=P(data, tensor),
         indices=P(data),
+        token_indices=P(data, None),
         windows=P(None, data, *entry),
         recurrent_state=P(None, data, tensor),
         step_states=P(None, data, None, tensor),
@@ -384,7 +387,7 @@ def localize_slots(slots: Any, rank: Any, slots_per_rank: int, null_slot: int | 
 
 
 def sharded_verify(
-    x: jax.Array,
+    x: jax.Array | None,
     conv_state: jax.Array,
     conv_windows: jax.Array,
     weight: jax.Array | ConvWeight,
@@ -401,34 +404,43 @@ def sharded_verify(
     null_slot: int | None = None,
     activation: Activation | None = "silu",
     implementation: checks.Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    parents: Any = None,
+    resume_tokens: Any = None,
+    resume_path: Any = None,
+    resume_windows: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """`causal_conv1d_verify` on global arrays of a mesh.
 
     Args:
       x, conv_state, conv_windows, weight, bias: global arrays, divided as `partition_specs` says, channels in the order
         of `shard_conv_weights`. Arrays that lie elsewhere are refused where that can be seen, outside of `jit`; inside,
-        they are moved.
+        they are moved. x None as in the plain function.
       spec: geometry of the global arrays.
       mesh: a `jax.sharding.Mesh`. data_axis, tensor_axis: two of its axes, or None.
       state_indices, window_rows: global numbers `[B]`. `window_rows=None` means that a rank's b-th request has the b-th
         row of the rank's part. A slot or row of another rank skips the request.
-      num_valid_tokens, layer, activation, implementation: as in the plain function.
+      num_valid_tokens, layer, activation, implementation, parents, resume_tokens, resume_path: as in the plain
+        function. resume_windows: too, divided as `conv_windows`.
       null_slot: a global number.
 
     Returns:
-      y and the buffer, divided as x and `conv_windows`.
+      y and the buffer, divided as x and `conv_windows`; with storage "inputs" and `resume_tokens` also the pool.
 
     Raises:
       ValueError: what the plain function says of the global arrays; sizes that the mesh does not divide, all in one
         message.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    arrays = {"x": x, "conv_state": conv_state, "conv_windows": conv_windows, "weight": weight, "bias": bias}
-    indices = {"state_indices": state_indices, "window_rows": window_rows, "num_valid_tokens": num_valid_tokens}
-    arrays, static = _with_layer(arrays, {"activation": activation}, layer)
-    call = _call(causal_conv1d_verify, arrays, indices, static, spec, null_slot, implementation)
+    call = _call(
+        causal_conv1d_verify, spec, null_slot, x=x, conv_state=conv_state, conv_windows=conv_windows, weight=weight,
+        bias=bias, state_indices=state_indices, layer=layer, window_rows=window_rows, num_valid_tokens=num_valid_tokens,
+        activation=activation, implementation=implementation, parents=parents, resume_tokens=resume_tokens,
+        resume_path=resume_path, resume_windows=resume_windows,
+    )  # fmt: skip
     specs = place.specs(spec)
-    return _run(place, call, {"x": specs.x}, (specs.x, _unstacked(specs.conv_windows, call.stacked)))
+    results = [specs.x, _unstacked(specs.conv_windows, call.stacked), _unstacked(specs.conv_state, call.stacked)]
+    moves_on = spec.storage == "inputs" and resume_tokens is not None
+    return _run(place, call, {}, tuple(results if moves_on else results[:2]))
 
 
 def sharded_update(
@@ -456,13 +468,12 @@ def sharded_update(
       ValueError: as `sharded_verify`.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    arrays = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
-    arrays, static = _with_layer(arrays, {"activation": activation}, layer)
     call = _call(
-        causal_conv1d_update, arrays, {"state_indices": state_indices}, static, spec, null_slot, implementation
-    )
+        causal_conv1d_update, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
+        state_indices=state_indices, layer=layer, activation=activation, implementation=implementation,
+    )  # fmt: skip
     specs = place.specs(spec)
-    return _run(place, call, {"x": specs.token}, (specs.token, _unstacked(specs.conv_state, call.stacked)))
+    return _run(place, call, {}, (specs.token, _unstacked(specs.conv_state, call.stacked)))
 
 
 def sharded_prefill(
@@ -492,12 +503,13 @@ def sharded_prefill(
       ValueError: as `sharded_verify`.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    arrays = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
-    arrays, static = _with_layer(arrays, {"activation": activation}, layer)
-    indices = {"state_indices": state_indices, "lengths": lengths, "has_initial_state": has_initial_state}
-    call = _call(causal_conv1d_prefill, arrays, indices, static, spec, null_slot, implementation)
+    call = _call(
+        causal_conv1d_prefill, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
+        state_indices=state_indices, lengths=lengths, has_initial_state=has_initial_state, layer=layer,
+        activation=activation, implementation=implementation,
+    )  # fmt: skip
     specs = place.specs(spec)
-    return _run(place, call, {"x": specs.x}, (specs.x, _unstacked(specs.conv_state, call.stacked)))
+    return _run(place, call, {}, (specs.x, _unstacked(specs.conv_state, call.stacked)))
 
 
 def sharded_gather(
@@ -509,8 +521,15 @@ def sharded_gather(
     data_axis: str | None = "data",
     tensor_axis: str | None = "tensor",
     window_rows: Any = None,
+    conv_state: jax.Array | None = None,
+    state_indices: Any = None,
+    null_slot: int | None = None,
+    accepted_path: Any = None,
 ) -> jax.Array:
     """`gather_windows` on a global buffer of a mesh; arguments as in `sharded_verify`.
+
+    Args:
+      conv_state, state_indices, null_slot: with storage "inputs", as in the plain function: the pool, global numbers.
 
     Returns:
       `[L, B, S, conv_dim]` or `[L, B, conv_dim, S]`, requests over the data axis, channels over the tensor axis.
@@ -519,8 +538,10 @@ def sharded_gather(
       ValueError: as `sharded_verify`.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    indices = {"num_accepted_tokens": num_accepted_tokens, "window_rows": window_rows}
-    call = _call(gather_windows, {"conv_windows": conv_windows}, indices, {}, spec, None)
+    call = _call(
+        gather_windows, spec, null_slot, conv_windows=conv_windows, num_accepted_tokens=num_accepted_tokens,
+        window_rows=window_rows, conv_state=conv_state, state_indices=state_indices, accepted_path=accepted_path,
+    )  # fmt: skip
     return _run(place, call, {}, _unstacked(place.specs(spec).windows, call.stacked))
 
 
@@ -539,6 +560,7 @@ def sharded_commit(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
 ) -> Any:
     """`commit_conv_state` on global arrays of a mesh; arguments as in `sharded_verify`.
@@ -557,12 +579,12 @@ def sharded_commit(
       ValueError: as `sharded_verify`.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    indices = {
-        "state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens, "window_rows": window_rows,
-        "num_valid_tokens": num_valid_tokens, "track_indices": track_indices, "track_num_tokens": track_num_tokens,
-    }  # fmt: skip
-    arrays = {"conv_state": conv_state, "conv_windows": conv_windows}
-    call = _call(commit_conv_state, arrays, indices, {}, spec, null_slot, implementation)
+    call = _call(
+        commit_conv_state, spec, null_slot, conv_state=conv_state, conv_windows=conv_windows,
+        state_indices=state_indices, num_accepted_tokens=num_accepted_tokens, window_rows=window_rows,
+        num_valid_tokens=num_valid_tokens, track_indices=track_indices, track_num_tokens=track_num_tokens,
+        accepted_path=accepted_path, implementation=implementation,
+    )  # fmt: skip
     return _run(place, call, {}, _pool_specs(place, spec, conv_state, "conv_state"))
 
 
@@ -581,6 +603,7 @@ def sharded_commit_after_verify(
     null_slot: int | None = None,
     track_indices: Any = None,
     track_num_tokens: Any = None,
+    accepted_path: Any = None,
     implementation: checks.Implementation | None = None,
 ) -> Any:
     """`commit_after_verify` on the global arrays of a mesh; arguments as in `sharded_commit`.
@@ -600,14 +623,12 @@ def sharded_commit_after_verify(
       ValueError: as `sharded_verify`.
     """
     place = _start(mesh, data_axis, tensor_axis)
-    indices = {
-        "state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens, "window_rows": window_rows,
-        "step_rows": step_rows, "num_valid_tokens": num_valid_tokens, "track_indices": track_indices,
-        "track_num_tokens": track_num_tokens,
-    }  # fmt: skip
     call = _call(
-        commit_after_verify, {"cache": cache, "step_states": step_states}, indices, {}, None, null_slot, implementation
-    )
+        commit_after_verify, None, null_slot, cache=cache, step_states=step_states, state_indices=state_indices,
+        num_accepted_tokens=num_accepted_tokens, window_rows=window_rows, step_rows=step_rows,
+        num_valid_tokens=num_valid_tokens, track_indices=track_indices, track_num_tokens=track_num_tokens,
+        accepted_path=accepted_path, implementation=implementation,
+    )  # fmt: skip
     specs = cache_specs(cache, data_axis=data_axis, tensor_axis=tensor_axis)
     own: dict[str, Any] = {"cache": specs}
     if step_states is not None:
@@ -658,6 +679,16 @@ def _specs_of(cache: Any) -> list[ConvCacheSpec]:
 
 # ---- what they share -------------------------------------------------------------------------------------------------
 
+# Arguments of the operations by name. What is in none of these is an array of floats or a tree of such; `layer` is
+# static unless its value is on a device.
+_STATIC = ("activation", "implementation", "layer")
+_SLOTS, _ROWS = ("state_indices", "track_indices"), ("window_rows", "step_rows")
+_OF_REQUESTS = (
+    *_SLOTS, *_ROWS, "num_accepted_tokens", "num_valid_tokens", "track_num_tokens", "resume_tokens", "lengths",
+    "has_initial_state",
+)  # fmt: skip
+_OF_TOKENS = ("parents", "resume_path", "accepted_path")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -690,38 +721,28 @@ def _start(mesh: Any, data_axis: Any, tensor_axis: Any) -> _Place:
     return place
 
 
-def _with_layer(arrays: dict[str, Any], static: dict[str, Any], layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`layer` among the arrays when its value is on a device, else among what is static."""
-    where = arrays if isinstance(layer, jax.Array) else static
-    where["layer"] = layer
-    return arrays, static
-
-
-def _call(
-    operation: Callable[..., Any],
-    arrays: dict[str, Any],
-    indices: dict[str, Any],
-    static: dict[str, Any],
-    spec: Any,
-    null_slot: Any,
-    *implementation: Any,
-) -> _Call:
+def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any) -> _Call:
     """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run."""
     problems = Problems()
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    for name, value in indices.items():
-        if value is not None:
-            check = checks.bool_array if name == "has_initial_state" else checks.index_array
-            arrays[name] = check(problems, name, value, None)
+    arrays: dict[str, Any] = {}
+    static: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _STATIC and not isinstance(value, jax.Array):
+            static[name] = value
+        elif value is None and name != "x":
+            continue
+        elif name == "has_initial_state":
+            arrays[name] = checks.bool_array(problems, name, value, None)
+        elif name in _OF_REQUESTS or name in _OF_TOKENS:
+            arrays[name] = checks.index_array(problems, name, value, None, "D" if name in _OF_TOKENS else None)
+        else:
+            arrays[name] = value
     problems.raise_if_any()
-    with_spec = {} if spec is None else {"spec": spec}
-    plain = dict(static)
-    if implementation:
-        static = {**static, "implementation": implementation[0]}
-        plain |= {"implementation": "xla" if implementation[0] in checks.IMPLEMENTATIONS else implementation[0]}
-        plain |= {"null_slot": null_slot}
+    plain = {**static, "null_slot": null_slot} | ({} if spec is None else {"spec": spec})
+    if plain.get("implementation") in checks.IMPLEMENTATIONS:
+        plain["implementation"] = "xla"
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arrays)
-    jax.eval_shape(lambda arrays: operation(**arrays, **with_spec, **plain), shapes)
+    jax.eval_shape(lambda arrays: operation(**arrays, **plain), shapes)
     return _Call(operation, arrays, static, spec, checks.null_slot_value(problems, null_slot))
 
 
@@ -769,12 +790,12 @@ def _respecified(cache: Any, specs: dict[Any, Any]) -> Any:
 def _localized(place: _Place, arrays: dict[str, Any], null_slot: int | None, local: Any) -> dict[str, Any]:
     """The arrays of a rank with slots and rows as its own numbers."""
     slots, rows = local.num_slots, local.max_requests
-    sizes: dict[str, int] = {"state_indices": slots, "track_indices": slots, "window_rows": rows}
+    sizes = {name: rows if name in _ROWS else slots for name in (*_SLOTS, *_ROWS)}
     if "step_states" in arrays:
         sizes["step_rows"] = jax.tree.leaves(arrays["step_states"])[0].shape[1]
     rank = place.rank()
     own = {
-        name: localize_slots(arrays[name], rank, size, None if name.endswith("rows") else null_slot)
+        name: localize_slots(arrays[name], rank, size, null_slot if name in _SLOTS else None)
         for name, size in sizes.items()
         if name in arrays
     }
@@ -784,23 +805,26 @@ def _localized(place: _Place, arrays: dict[str, Any], null_slot: int | None, loc
 def _usual_specs(place: _Place, call: _Call, name: str) -> Any:
     """Partition specs of an argument by its name."""
     array = call.arrays[name]
-    if name in ("conv_state", "conv_windows"):
+    if name in ("conv_state", "conv_windows", "resume_windows"):
         return _pool_specs(place, call.spec, array, name)
-    tensor = place.tensor_axis
+    data, tensor = place.data_axis, place.tensor_axis
+    if name == "x":
+        return None if array is None else P(data, *[None] * (array.ndim - 2), tensor)
     if name == "weight" and isinstance(array, ConvWeight):
         bias = None if array.bias is None else P(*[None] * (array.bias.ndim - 1), tensor)
         return _untyped(ConvWeight)(P(*[None] * (array.taps.ndim - 1), tensor), bias)
     if name in ("weight", "bias"):
         return P(tensor, *[None] * (array.ndim - 1))
-    return P() if name == "layer" else P(place.data_axis)
+    return P() if name == "layer" else P(data, *[None] * (array.ndim - 1))
 
 
 def _pool_specs(place: _Place, spec: Any, arrays: Any, name: str) -> Any:
     """Partition specs of pools or buffers, a pytree like them; `spec` is one geometry or a prefix."""
 
     def of_one(one: ConvCacheSpec, array: Any) -> P:
-        full = one.state_shape if name == "conv_state" else one.windows_shape
-        return _unstacked(getattr(place.specs(one), name), array.ndim == len(full))
+        specs, is_pool = place.specs(one), name == "conv_state"
+        full = one.state_shape if is_pool else one.windows_shape
+        return _unstacked(specs.conv_state if is_pool else specs.conv_windows, array.ndim == len(full))
 
     return jax.tree.map(lambda one, group: jax.tree.map(functools.partial(of_one, one), group), spec, arrays)
 

@@ -37,7 +37,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     stream = sys.stderr if stderr else sys.stdout
-    Console(file=stream, width=None if stream.isatty() else 200).print(table)
+    Console(file=stream, width=None if stream.isatty() else 250).print(table)
 
 
 @contextlib.contextmanager

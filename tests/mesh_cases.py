@@ -97,13 +97,19 @@ def foreign(numbers: np.ndarray, total: int, ranks: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sixteen requests: each half names slots and rows of its half, some of the other, padding and the int32 limits."""
+    """Sixteen requests: each half names slots and rows of its half, some of the other, padding and the int32 limits.
+
+    Of draft trees: links, a path, and how much of it a step resumes from; some of each skip their request.
+    """
 
     slots: np.ndarray
     rows: np.ndarray
     accepted: np.ndarray
     valid: np.ndarray
     tracked: np.ndarray
+    links: np.ndarray
+    path: np.ndarray
+    resumed: np.ndarray
 
     def of_ranks(self, ranks: int) -> "Batch":
         """What is left of it when requests, slots and rows are divided over so many ranks."""
@@ -122,7 +128,13 @@ def batch(seed: int = 0) -> Batch:
     rows[2], rows[11] = rows[11], -1
     tracked[:3] = -1, INT32_MIN, NULL
     accepted, valid = np.resize([1, 2, 3, 0, 3, 2, 4], 16), np.resize([3, 3, 2, 1, 3], 16)
-    return Batch(*(one.astype(np.int32) for one in (slots, rows, accepted, valid, tracked)))
+    links = np.stack([rng.integers(-1, np.arange(TOKENS)) for _ in range(16)])
+    path = np.stack([np.sort(rng.permutation(TOKENS)) for _ in range(16)])
+    path[::3] = rng.permutation(TOKENS)[:1]
+    links[5, 0], path[3, 0], path[8, -1] = 0, TOKENS, INT32_MIN
+    resumed = np.resize([1, 0, 3, 2, 2, -1, 4, 3, 1], 16)
+    arrays = (slots, rows, accepted, valid, tracked, links, path, resumed)
+    return Batch(*(one.astype(np.int32) for one in arrays))
 
 
 class OnMesh:
@@ -133,12 +145,13 @@ class OnMesh:
         self.ranks = mesh.shape["data"]
         self.specs = sharding.partition_specs(spec)
         self.pool, self.windows = values(spec.state_shape, spec.dtype, 1), values(spec.windows_shape, spec.dtype, 2)
+        self.previous = values(spec.windows_shape, spec.dtype, 6)
         self.x = values((16, TOKENS, spec.conv_dim), "float32", 3)
         taps, bias = values((2, WIDTH, spec.conv_dim), "float32", 4), values((2, spec.conv_dim), "float32", 5)
         self.weight = ConvWeight(jnp.array(taps), jnp.array(bias))
 
     def divided(self, name: str, value: Any = None) -> Any:
-        field = {"pool": "conv_state", "windows": "conv_windows", "x": "x", "weight": "conv_weight"}[name]
+        field = {"pool": "conv_state", "weight": "conv_weight", "x": "x"}.get(name, "conv_windows")
         return put(self.mesh, getattr(self, name) if value is None else value, getattr(self.specs, field))
 
     def both(self, name: str, arrays: tuple[Any, Any], indices: dict[str, str], **static: Any) -> tuple[Any, Any]:
@@ -205,6 +218,61 @@ def test_every_operation_equals_one_device(shape: Any, spec: ConvCacheSpec, form
         alone, on_mesh = here.both(name, arrays, indices, layer=0)
         for one, other in zip(on_mesh, alone, strict=True):
             assert_same_bits(np.asarray(one), np.asarray(other), name)
+
+
+# ---- inputs, draft trees, steps that resume --------------------------------------------------------------------------
+
+INPUTS = [dataclasses.replace(spec, storage="inputs") for spec in SPECS[:2]]
+DRAFT_CASES = [((1, 1), INPUTS[0]), ((2, 1), INPUTS[1]), ((2, 4), INPUTS[0]), ((1, 2), SPECS[2]), ((2, 1), SPECS[0])]
+
+
+def draft_calls(spec: ConvCacheSpec) -> Iterator[tuple[str, dict[str, str], dict[str, str], tuple[str, ...]]]:
+    """Operations with the fields of their arrays and of their index arrays, and the names of what is donated."""
+    both = {"conv_state": "pool", "conv_windows": "windows"}
+    common = {"state_indices": "slots", "window_rows": "rows"}
+    resumed = common | {"num_valid_tokens": "valid", "resume_tokens": "resumed"}
+    accepted = common | {"num_accepted_tokens": "accepted", "accepted_path": "path"}
+    tracked = {"num_valid_tokens": "valid", "track_indices": "tracked", "track_num_tokens": "valid"}
+    tree = {} if spec.storage == "sliding" else {"parents": "links", "resume_path": "path"}
+    moved = ("conv_state",) if spec.storage == "inputs" else ()
+    yield "verify", both | {"x": "x", "weight": "weight"}, resumed | tree, ("conv_windows", *moved)
+    yield "commit", both, accepted | tracked, ("conv_state",)
+    if spec.storage == "inputs":
+        kept = {"weight": "weight", "resume_windows": "previous"}
+        yield "verify", both | kept, resumed, ("conv_windows", "conv_state")
+        yield "gather", both, accepted, ()
+
+
+@on_every_form
+@pytest.mark.parametrize(("shape", "spec"), DRAFT_CASES, ids=shown)
+def test_drafts_equal_one_device(shape: Any, spec: ConvCacheSpec, form: Any) -> None:
+    """Every bit, without a collective, and every shard of a donated array stays where it is."""
+    mesh = make_mesh(shape)
+    here, own = OnMesh(spec, mesh, form), batch().of_ranks(shape[0])
+    for name, fields, indices, donated in draft_calls(spec):
+        one, divided = here.arrays(**fields)
+        static: dict[str, Any] = {"spec": spec} | ({"implementation": form} if name != "gather" else {})
+        static |= {} if name == "gather" and spec.storage != "inputs" else {"null_slot": NULL}
+        static |= {"layer": 1} | ({} if "x" in fields else {"x": None}) if name == "verify" else {}
+        alone = jax.jit(functools.partial(PLAIN[name], **static))(
+            **one, **{key: getattr(own, field) for key, field in indices.items()}
+        )
+        given = {key: getattr(batch(), field) for key, field in indices.items()}
+        placed = {key: here.specs.token_indices if of.ndim == 2 else here.specs.indices for key, of in given.items()}
+        others = {key: array for key, array in divided.items() if key not in donated} | put(mesh, given, placed)
+        kept = {key: jnp.copy(divided[key]) for key in donated}  # may else be NumPy's memory, which is not donated
+        on_mesh = functools.partial(getattr(sharding, f"sharded_{name}"), mesh=mesh, **static)
+        step: Any = jax.jit(lambda kept, others, on_mesh=on_mesh: on_mesh(**kept, **others), donate_argnums=0)
+        program = step.lower(kept, others).compile()
+        assert not COLLECTIVES.findall(program.as_text()), name
+        where = [addresses(array) for array in kept.values()]
+        results = jax.tree.leaves(program(kept, others))
+        for number, (got, expected) in enumerate(zip(results, jax.tree.leaves(alone), strict=True)):
+            assert_same_bits(np.asarray(got), np.asarray(expected), f"{name}, {number}")
+        assert [one for one in where if one not in [addresses(array) for array in results]] == [], name
+        changed = [np.asarray(array) for array in results if array.shape == spec.state_shape]
+        assert all((array != here.pool).any() for array in changed), name
+        assert len(changed) == ("conv_state" in donated)
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

@@ -66,16 +66,40 @@ def test_plan_of_the_published_settings(capsys):
         "slot_bytes": 663_552,
         "dense_row_bytes": 2_654_208,
         "sliding_row_bytes": 1_327_104,
+        "inputs_row_bytes": 884_736,
         "saving": 2.0,
         "dense_rows_per_gib": 404,
         "sliding_rows_per_gib": 809,
+        "inputs_rows_per_gib": 1213,
         "max_requests": 17,
         "dense_windows_bytes": 45_121_536,
         "sliding_windows_bytes": 22_560_768,
+        "inputs_windows_bytes": 15_040_512,
     }
     (row,) = plan(capsys, "--model", "Qwen3.5-35B-A3B", "--tp", "2", "--requests", "32")["rows"]
     assert (row["dense_row_bytes"], row["sliding_row_bytes"]) == (2_949_120, 1_474_560)
     assert (row["dense_windows_bytes"], row["sliding_windows_bytes"]) == (33 * 2_949_120, 33 * 1_474_560)
+
+
+def test_plan_lists_the_designs_of_what_it_planned(capsys):
+    """Every width, state and D once, in columns; the printed table has bytes where there is one geometry."""
+    arguments = ("--model", "Qwen3.5-0.8B", "--draft-tokens", "4", "2")
+    designs = plan(capsys, *arguments)["designs"]
+    assert [(one["design"], one["num_draft_tokens"], one["slot_columns"], one["row_columns"]) for one in designs] == [
+        ("dense", 4, 3, 12), ("sliding", 4, 3, 6), ("inputs", 4, 3, 4), ("wide slots", 4, 6, 0),
+        ("slot groups", 4, 12, 0),
+        ("dense", 2, 3, 6), ("sliding", 2, 3, 4), ("inputs", 2, 3, 2), ("wide slots", 2, 4, 0),
+        ("slot groups", 2, 6, 0),
+    ]  # fmt: skip
+    both = plan(capsys, "--model", "LFM3-1.7B", "Kimi-K3", "Qwen3.5-0.8B", "--tp", "1", "2")["designs"]
+    assert [(one["width"], one["state_len"]) for one in both] == [(7, 6)] * 5 + [(4, 3)] * 5
+    assert main(["plan", *arguments]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "inputs 4 3 K-1 + D 663,552 + 884,736 663,552 + 442,368" in lines
+    assert "wide slots 4 3 K+D-2 + 0 1,327,104 + 0 884,736 + 0" in lines
+    assert main(["plan", "--model", "LFM3-1.7B", "Kimi-K3"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dense 7 6 K-1 + D(K-1) 6 + 24" in lines
 
 
 def test_plan_takes_every_combination_in_order(capsys):
@@ -140,9 +164,16 @@ def test_plan_table(capsys):
     assert main(["plan", "--model", "Qwen3.5-0.8B", "Kimi-K3", "--draft-tokens", "1", "4"]) == 0
     printed = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in printed.splitlines()]
-    assert "Qwen3.5-0.8B GDN A 1 18 6144 4 1 663,552 663,552 663,552 1× 1,618 1,618 0.0105 0.0105" in lines
-    assert "Qwen3.5-0.8B GDN A 1 18 6144 4 4 663,552 2,654,208 1,327,104 2× 404 809 0.0420 0.0210" in lines
-    assert "Kimi-K3 KDA A 1 69 36864 4 4 15,261,696 61,046,784 30,523,392 2× 17 35 0.9665 0.4833" in lines
+    assert (
+        "Qwen3.5-0.8B GDN A 1 18 6144 4 1 663,552 663,552 663,552 221,184 1× 1,618 1,618 4,854 0.0105 0.0105 0.0035"
+        in lines
+    )
+    assert (
+        "Qwen3.5-0.8B GDN A 1 18 6144 4 4 663,552 2,654,208 1,327,104 884,736 2× 404 809 1,213 0.0420 0.0210 0.0140"
+        in lines
+    )
+    kimi = "Kimi-K3 KDA A 1 69 36864 4 4 15,261,696 61,046,784 30,523,392 20,348,928 2× 17 35 52 0.9665 0.4833 0.3222"
+    assert kimi in lines
     assert "GiB is 2^30 bytes" in printed
 
 

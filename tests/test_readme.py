@@ -4,7 +4,7 @@ import pathlib
 import re
 
 from jax_impl.bench import report
-from jax_impl.capacity import saving, times
+from jax_impl.capacity import DESIGNS, design_table, saving, times
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,7 +19,21 @@ def test_saving_table():
     for line in lines:
         width = int(re.findall(r"K = (\d+)", line)[0])
         stated = [cell.strip() for cell in line.split("|")[2:-1]]
-        assert stated == [times(saving(width, tokens)) for tokens in draft_tokens]
+        assert stated[:-1] == [times(saving(width, tokens)) for tokens in draft_tokens]
+        assert {times(saving(width, tokens, storage="inputs")) for tokens in draft_tokens} == {stated[-1]}
+    assert head.split("|")[-2].strip() == "inputs, any D"
+
+
+def test_table_of_designs():
+    """Formulas, numbers and sources are those of `jax_impl.capacity`."""
+    _, _, *lines = README.split("What designs keep for a rollback at K = 4")[1].split("\n\n")[1].strip().split("\n")
+    stated = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    numbers = {design.name: [] for design in DESIGNS}
+    for row in design_table(4, (1, 2, 4, 8, 16)):
+        numbers[row.design].append(f"{row.slot_columns} + {row.row_columns}")
+    assert stated == [
+        [design.name, f"{design.slot} + {design.row}", *numbers[design.name], design.source] for design in DESIGNS
+    ]
 
 
 def test_the_measured_block_is_what_the_command_writes(tmp_path):

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_impl import ConvCacheSpec, ConvWeight, prepare_conv_weight, sharding
+from jax_impl.layout import STORAGES
 from jax_impl.presets import PRESETS, ConvPart, get_preset
 from tests.cases import INT32_MAX, INT32_MIN, both_orders
 
@@ -194,7 +195,7 @@ def test_the_null_slot_is_a_global_number() -> None:
 @both_orders
 def test_partition_specs_name_the_axes(axis_order: Any) -> None:
     """Of each array, the axes that hold slots, rows or requests, and channels; nothing else is divided."""
-    for storage in ("sliding", "dense"):
+    for storage in STORAGES:
         spec = ConvCacheSpec(2, 8, 4, 128, 4, 3, axis_order=axis_order, storage=storage)
         specs = sharding.partition_specs(spec, data_axis="d", tensor_axis="t")
         for name in ("state", "windows"):
@@ -204,6 +205,7 @@ def test_partition_specs_name_the_axes(axis_order: Any) -> None:
             assert getattr(specs, f"conv_{name}") == expected
     only = sharding.partition_specs(SPEC, data_axis=None)
     assert (only.x, only.indices, only.weight) == (P(None, None, "tensor"), P(None), P("tensor", None))
+    assert (only.token_indices, sharding.partition_specs(SPEC).token_indices) == (P(None, None), P("data", None))
 
 
 def test_uneven_sizes_are_refused_together() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from jax_impl.capacity import GIB_BYTES
 from jax_impl.layout import use_storage
+from jax_impl.presets import get_preset
 from jax_impl.walkthrough import decoding, exchange, frameworks, overlap, planning, rollback, serving, show
 from tests import adapters
 
@@ -201,7 +202,12 @@ def test_what_crosses_and_what_does_not() -> None:
 
 def test_published_bytes() -> None:
     row = next(row for row in planning.models_table().rows if row[0] == "Qwen3.5-0.8B")
-    assert row[-3:] == ("0.0420", "0.0210", "2×")
+    assert row[-4:] == ("0.0420", "0.0210", "0.0140", "2×")
+    spec = get_preset("Qwen3.5-0.8B").spec(num_slots=1, max_requests=17, num_draft_tokens=4)
+    formulas = planning.formula_table(spec)
+    assert [(row[3], row[6]) for row in formulas.rows] == [
+        ("12 columns", "45,121,536"), ("6 columns", "22,560,768"), ("4 columns", "15,040,512")
+    ]  # fmt: skip
     table = planning.tensor_parallel_table("Qwen3.5-35B-A3B", (2,), (4,), requests=32)
     assert table.rows == [("TP 2", "0.0906 → 0.0453")]
 

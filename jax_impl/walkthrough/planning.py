@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from jax_impl.capacity import GIB_BYTES, Capacity, capacity, gib, saving, times
+from jax_impl.capacity import GIB_BYTES, Capacity, capacity, column_bytes, gib, saving, times
 from jax_impl.layout import ConvCacheSpec
 from jax_impl.presets import PRESETS, get_preset
 from jax_impl.walkthrough import show
@@ -23,22 +23,23 @@ def size_of(model: str, *, tp: int = 1, num_draft_tokens: int = 4, requests: int
 
 
 def formula_table(spec: ConvCacheSpec) -> Table:
-    """The bytes of a verify buffer, factor by factor, dense and sliding."""
-    dense_columns = spec.num_draft_tokens * spec.state_columns
+    """The bytes of a verify buffer, factor by factor, in every storage."""
+    size = capacity(spec)
     rows = [
         (
             name,
             f"{spec.num_layers} layers",
             f"{spec.max_requests} rows",
-            f"{columns} columns",
+            f"{total // (column_bytes(spec) * spec.max_requests)} columns",
             f"{spec.conv_dim} channels",
             f"{spec.item_bytes} bytes",
-            f"{size:,}",
-            gib(size),
+            f"{total:,}",
+            gib(total),
         )
-        for name, columns, size in (
-            ("dense: D(K-1) columns", dense_columns, spec.dense_windows_bytes),
-            ("sliding: D+K-2 columns", spec.num_columns, spec.windows_bytes),
+        for name, total in (
+            ("dense: D(K-1) columns", size.dense_windows_bytes),
+            ("sliding: D+K-2 columns", size.sliding_windows_bytes),
+            ("inputs: D columns", size.inputs_windows_bytes),
         )
     ]
     return Table(("storage", "L", "R", "", "conv_dim", "element", "product, bytes", "GiB"), rows)
@@ -64,12 +65,24 @@ def models_table(*, tp: int = 1, num_draft_tokens: int = 4, requests: int = 16) 
                 f"{size.slot_bytes:,}",
                 gib(size.dense_windows_bytes),
                 gib(size.sliding_windows_bytes),
+                gib(size.inputs_windows_bytes),
                 times(size.saving),
             )
         )
     caption = f"per rank at TP {tp}, D = {num_draft_tokens}, {requests} requests + 1 row, bfloat16"
     caption += f"; not divisible: {', '.join(left_out)}" if left_out else ""
-    columns = ("model", "kind", "layers", "channels", "K", "bytes per slot", "dense GiB", "sliding GiB", "saving")
+    columns = (
+        "model",
+        "kind",
+        "layers",
+        "channels",
+        "K",
+        "bytes per slot",
+        "dense GiB",
+        "sliding GiB",
+        "inputs GiB",
+        "saving",
+    )
     return Table(columns, rows, caption)
 
 
