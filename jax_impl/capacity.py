@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable
 from fractions import Fraction
 
-from jax_impl.layout import ConvCacheSpec
+from jax_impl.layout import ConvCacheSpec, Problems, shown
 from jax_impl.presets import get_preset
 
 GIB_BYTES = 2**30
@@ -102,6 +102,8 @@ def capacity(spec: ConvCacheSpec) -> Capacity:
       >>> capacity(get_preset("Qwen3.5-0.8B").spec(num_slots=20, max_requests=17, num_draft_tokens=4)).dense_row_bytes
       2654208
     """
+    if not isinstance(spec, ConvCacheSpec):
+        raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
     return Capacity(
         slot_bytes=spec.num_layers * spec.slot_bytes,
         sliding_row_bytes=dataclasses.replace(spec, storage="sliding").row_bytes,
@@ -179,6 +181,11 @@ def saving_table(
       >>> [str(row.saving) for row in saving_table(widths=(2,))]
       ['1', '1', '1', '1', '1']
     """
+    problems = Problems()
+    for name, sizes in (("widths", widths), ("draft_tokens", draft_tokens)):
+        if not isinstance(sizes, Iterable) or getattr(sizes, "shape", None) == ():
+            problems.add(name, "integers, one or more", shown(sizes))
+    problems.raise_if_any()
     draft_tokens = tuple(draft_tokens)
     rows = []
     for width in widths:

@@ -75,7 +75,8 @@ def check_commit(
     for name, array in arrays.items():
         problems.expect(name, "request", (requests,), array.shape)
     if (track_indices is None) != (track_num_tokens is None):
-        problems.add("track_indices", "given together with `track_num_tokens`", "one of them")
+        missing = "track_indices" if track_indices is None else "track_num_tokens"
+        problems.add(missing, "given together with the other track argument", "None")
     if window_rows is None and requests > spec.max_requests:
         problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()

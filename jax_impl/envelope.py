@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import checks
-from jax_impl.layout import ConvCacheSpec, Problems
+from jax_impl.layout import ConvCacheSpec, Problems, shown
 
 
 def envelope_spec(spec: ConvCacheSpec, envelope_elements: int) -> ConvCacheSpec:
@@ -106,7 +106,7 @@ def _states_per_envelope(spec: ConvCacheSpec, envelope_elements: int, first_elem
     hint = "Keep states that do not share this size or dtype in a pool of their own; torch_ref takes any envelope."
     for name, value in (("envelope_elements", envelope_elements), ("first_element", first_element)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0 or value % state:
-            problems.add(name, f"a multiple of one state, S * conv_dim = {state} elements", repr(value), hint)
+            problems.add(name, f"a multiple of one state, S * conv_dim = {state} elements", shown(value), hint)
     problems.raise_if_any()
     envelope_elements, first_element = int(envelope_elements), int(first_element)
     end = first_element + spec.num_layers * state

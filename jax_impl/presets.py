@@ -20,7 +20,7 @@ import dataclasses
 import difflib
 from typing import Any, Literal
 
-from jax_impl.layout import AxisOrder, ConvCacheSpec, Storage
+from jax_impl.layout import AxisOrder, ConvCacheSpec, Storage, as_integer, shown
 
 Kind = Literal["GDN", "KDA", "Mamba2", "Mamba1", "LFM", "RG-LRU"]
 Grade = Literal["A", "B"]
@@ -29,6 +29,12 @@ _CLASS_DEFAULT = "the class default of transformers 5.24"
 _OFFICIAL = "the official configuration file"
 _TRANSCRIBED = "transcriptions of the configuration that agree"
 _TRANSCRIBED_INNER = f"{_TRANSCRIBED}; G is stated, d_inner is twice the hidden size and N is what then remains"
+
+
+def _check_ranks(name: str, ranks: Any) -> None:
+    number = as_integer(ranks)
+    if number is None or number < 1:
+        raise ValueError(f"`{name}`: expected an integer of at least 1, got {shown(ranks)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +57,9 @@ class ConvPart:
         """Channels of this part on one of `tp` ranks.
 
         Raises:
-          ValueError: the heads, or without known heads the channels, do not divide.
+          ValueError: `tp` is not a positive integer, or the heads (without known heads the channels) do not divide.
         """
+        _check_ranks("tp", tp)
         if self.num_heads is None:
             unit, count, whole = "channels", self.channels, self.channels
         else:
@@ -123,8 +130,7 @@ class Preset:
           >>> get_preset("Bamba-9B").conv_dim, get_preset("Bamba-9B").conv_dim_per_rank(2)
           (8448, 4352)
         """
-        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-            raise ValueError(f"`tp`: expected an integer of at least 1, got {tp!r}.")
+        _check_ranks("tp", tp)
         try:
             return sum(part.channels_per_rank(tp) for part in self.parts)
         except ValueError as error:
@@ -297,11 +303,11 @@ def get_preset(name: str) -> Preset:
       'Qwen3.5-27B'
     """
     by_name = {known.lower(): (known, preset) for preset in PRESETS for known in (preset.name, *preset.aliases)}
-    wanted = str(name).rsplit("/", 1)[-1].lower()
+    wanted = name.rsplit("/", 1)[-1].lower() if isinstance(name, str) else ""
     if wanted in by_name:
         return by_name[wanted][1]
     close = [by_name[key][0] for key in difflib.get_close_matches(wanted, by_name, n=4)]
     hint = (
         f"Close names: {', '.join(close)}." if close else "No name is close; `python -m jax_impl plan` lists them all."
     )
-    raise ValueError(f"`name`: expected a published model, got {name!r}. {hint}")
+    raise ValueError(f"`name`: expected a published model, got {shown(name)}. {hint}")
