@@ -76,13 +76,14 @@ def _is_array(value: object) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A wrong value as a message shows it: one line, cut when it is long; of an array its dtype and shape.
+    """A wrong value as a message shows it: one line, cut when it is long; of an array dtype, shape and if it is traced.
 
     >>> shown(1.5), shown("x" * 100)[-7:]
     ('1.5', 'xxxx...')
     """
     if _is_array(value):
-        return f"{dtype_name(value.dtype)} array of shape {tuple(value.shape)}"
+        is_traced = any(of.__name__ == "Tracer" for of in type(value).__mro__)
+        return f"{'traced ' * is_traced}{dtype_name(value.dtype)} array of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 

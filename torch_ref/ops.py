@@ -14,7 +14,7 @@ import torch
 
 from torch_ref import reference
 from torch_ref.checks import Activation, Call, Implementation, IndexArray, check_null_slot, choose_backend
-from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches
+from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches, shown
 
 
 @torch.no_grad()
@@ -191,8 +191,8 @@ def causal_conv1d_prefill(
     if counts is None:
         counts = torch.full_like(call.common["slots"], num_tokens)
     continues = call.flags("has_initial_state", has_initial_state)
-    if implementation not in (None, "eager"):
-        wrong.append(mismatch("implementation", "None or 'eager'", repr(implementation), "Prefill has no kernel."))
+    if implementation is not None and not (isinstance(implementation, str) and implementation == "eager"):
+        wrong.append(mismatch("implementation", "None or 'eager'", shown(implementation), "Prefill has no kernel."))
     raise_mismatches(wrong)
     y = reference.prefill(call.x, call.state, **call.common, lengths=counts, continues=continues)
     return y, conv_state
