@@ -182,14 +182,16 @@ def saving_table(
       ['1', '1', '1', '1', '1']
     """
     problems = Problems()
+    taken: list[tuple[int, ...]] = []
     for name, sizes in (("widths", widths), ("draft_tokens", draft_tokens)):
-        if not isinstance(sizes, Iterable) or getattr(sizes, "shape", None) == ():
+        try:
+            taken.append(tuple(sizes))
+        except (TypeError, RuntimeError):
             problems.add(name, "integers, one or more", shown(sizes))
     problems.raise_if_any()
-    draft_tokens = tuple(draft_tokens)
     rows = []
-    for width in widths:
-        for num_draft_tokens in draft_tokens:
+    for width in taken[0]:
+        for num_draft_tokens in taken[1]:
             spec = ConvCacheSpec(1, 1, 1, 1, width, num_draft_tokens, state_len=state_len)
             rows.append(SavingRow(width, num_draft_tokens, num_draft_tokens * spec.state_columns, spec.num_columns))
     return tuple(rows)

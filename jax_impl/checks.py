@@ -180,6 +180,8 @@ def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: Conv
         if stacked:
             problems.add("layer", "an integer or an integer scalar with stacked arrays", "None")
         return None
+    if is_used_up(problems, "layer", layer):
+        return None
     if isinstance(layer, np.ndarray) and layer.ndim == 0:
         layer = layer[()]
     if isinstance(layer, int | np.integer) and not isinstance(layer, bool):

@@ -66,20 +66,20 @@ def check_commit(
     checks.spec_argument(spec)
     problems = Problems()
     named = {name: value for name, value in given.items() if value is not None or name in list(given)[:2]}
-    converted = {name: checks.index_array(problems, name, value, None) for name, value in named.items()}
+    slots = checks.index_array(problems, "state_indices", named.pop("state_indices"), None)
+    batch = None if slots is None else slots.shape[0]
+    requests = batch or 0
+    converted = {name: checks.index_array(problems, name, value, batch) for name, value in named.items()}
+    converted = {"state_indices": slots, **converted}
     null = checks.null_slot_value(problems, null_slot)
-    problems.raise_if_any()
-    traced = any(isinstance(one, Tracer) for one in converted.values())
-    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
-    requests = arrays["state_indices"].shape[0] if arrays["state_indices"].ndim else 0
-    for name, array in arrays.items():
-        problems.expect(name, "request", (requests,), array.shape)
     if (track_indices is None) != (track_num_tokens is None):
         missing = "track_indices" if track_indices is None else "track_num_tokens"
         problems.add(missing, "given together with the other track argument", "None")
     if window_rows is None and requests > spec.max_requests:
         problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()
+    traced = any(isinstance(one, Tracer) for one in converted.values())
+    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
     found = _findings(arrays, requests, null, spec, jnp if traced else np)
     if not traced:
         return [sentence for one in found for sentence in one.sentences()]

@@ -309,26 +309,29 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       >>> use_storage(topk=1, parents=[-1, 0, 0, 1])
       'dense'
     """
-    number = as_integer(topk)
+    problems, number = Problems(), as_integer(topk)
     if number is None or number < 1:
-        raise ValueError(f"`topk`: expected an integer of at least 1, got {shown(topk)}.")
+        problems.add("topk", "an integer of at least 1", shown(topk))
     if parents is None:
+        problems.raise_if_any()
         return "sliding" if number == 1 else "dense"
     links = _as_list(parents)
     nested = isinstance(links, list) and any(isinstance(row, list) for row in links)
     rows: Any = links if nested else [links]
     if not isinstance(links, list) or not all(isinstance(row, list) for row in rows):
-        raise ValueError(f"`parents`: expected [token] or [request, token], got {shown(parents)}.")
+        problems.add("parents", "[token] or [request, token]", shown(parents))
+        problems.raise_if_any()
     storage: Storage = "sliding"
     for request, row in enumerate(rows):
         for token, parent in enumerate(row):
             if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < token:
-                raise ValueError(
-                    f"`parents`: expected an index from -1 to {token - 1} for token {token} of request {request}, "
-                    f"got {shown(parent)}. A parent comes before its child; -1 is the committed state."
-                )
+                expected = f"an index from -1 to {token - 1} for token {token} of request {request}"
+                hint = "A parent comes before its child; -1 is the committed state."
+                problems.add("parents", expected, shown(parent), hint)
+                problems.raise_if_any()
             if parent != token - 1:
                 storage = "dense"
+    problems.raise_if_any()
     return storage
 
 

@@ -18,6 +18,7 @@ This module imports no array framework.
 
 import dataclasses
 import difflib
+import functools
 from typing import Any, Literal
 
 from jax_impl.layout import AxisOrder, ConvCacheSpec, Storage, as_integer, shown
@@ -167,11 +168,11 @@ class Preset:
           >>> get_preset("Qwen3.5-0.8B").spec(num_slots=512, max_requests=17, num_draft_tokens=4).windows_bytes
           22560768
         """
-        return ConvCacheSpec(
+        geometry = functools.partial(
+            ConvCacheSpec,
             num_layers=self.num_conv_layers,
             num_slots=num_slots,
             max_requests=max_requests,
-            conv_dim=self.conv_dim_per_rank(tp),
             width=self.width,
             num_draft_tokens=num_draft_tokens,
             dtype=dtype,
@@ -179,6 +180,15 @@ class Preset:
             storage=storage,
             state_len=state_len,
         )
+        try:
+            conv_dim = self.conv_dim_per_rank(tp)
+        except ValueError as error:
+            try:
+                geometry(conv_dim=1)
+            except ValueError as others:  # what is wrong with either is said together
+                raise ValueError(f"{error}\n{others}") from None
+            raise
+        return geometry(conv_dim=conv_dim)
 
 
 def _qkv(

@@ -774,11 +774,12 @@ def _call(
     """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run."""
     problems = Problems()
     arrays = {name: array for name, array in arrays.items() if array is not None or name not in OPTIONAL}
+    wrong: dict[str, Any] = {}  # goes to the plain function as it is, which refuses it beside all else that is wrong
     for name, value in indices.items():
         if value is not None or name not in OPTIONAL:
             check = checks.bool_array if name == "has_initial_state" else checks.index_array
-            arrays[name] = check(problems, name, value, None)
-    problems.raise_if_any()
+            taken = check(Problems(), name, value, None)
+            (wrong if taken is None else arrays)[name] = value if taken is None else taken
     with_spec = {} if operation is commit_after_verify else {"spec": spec}
     plain = dict(static)
     if implementation:
@@ -787,16 +788,23 @@ def _call(
         plain |= {"implementation": "xla" if named else implementation[0]}
         plain |= {"null_slot": null_slot}
     leaves, structure = jax.tree.flatten(arrays)
-    places = {i: one for i, one in enumerate(leaves) if isinstance(one, jax.Array | np.ndarray)}
+    # Tracing would make 32 bits of a host array's 64, silently; such an array goes along as it is, too.
+    narrow = lambda one: isinstance(one, jax.Array) or (isinstance(one, np.ndarray) and one.dtype.itemsize < 8)  # noqa: E731
+    places = {i: one for i, one in enumerate(leaves) if narrow(one)}
     shapes = {i: jax.ShapeDtypeStruct(one.shape, one.dtype) for i, one in places.items()}
 
-    def checked(shapes: dict[int, Any]) -> Any:  # what is no array goes to the plain function as it is, and is refused
+    def checked(shapes: dict[int, Any]) -> Any:
         given = structure.unflatten([shapes.get(i, one) for i, one in enumerate(leaves)])
-        return operation(**given, **with_spec, **plain)
+        return operation(**given, **wrong, **with_spec, **plain)
 
-    jax.eval_shape(checked, shapes)
     for path, one in jax.tree_util.tree_leaves_with_path(arrays):
         checks.is_used_up(problems, f"{path[0].key}{jax.tree_util.keystr(path[1:])}", one)
+    try:
+        jax.eval_shape(checked, shapes)
+    except ValueError as error:
+        if not problems.messages:
+            raise
+        problems.messages.append(str(error))
     problems.raise_if_any()
     return _Call(operation, arrays, static, spec, checks.null_slot_value(problems, null_slot))
 

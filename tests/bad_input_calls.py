@@ -1,4 +1,4 @@
-"""Good calls of every public function, as keyword arguments: the base from which bad input is made one argument at a time."""
+"""Good calls of every public function, all arguments by keyword: bad input is made of them, one argument at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,10 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     channels = {"array": zeros(4, 96), "parts": parts, "num_ranks": 2, "axis": -1}
     preset = presets.get_preset("Qwen3.5-0.8B")
     of_rows = {"num_slots": 4, "max_requests": 2, "num_draft_tokens": 3}
+    sizes = {"num_layers": 2, "conv_dim": 96, "width": 4, "num_slots": 4, "max_requests": 2, "num_draft_tokens": 3}
+    form = {"dtype": "bfloat16", "axis_order": "time_major", "storage": "sliding", "state_len": 3}
     return {
+        "ConvCacheSpec": (jax_impl.ConvCacheSpec, {**sizes, **form}),
         "accepted_from_index": (jax_impl.accepted_from_index, {"accept_index": np.zeros((2, 3), np.int32)}),
         "allocate_conv_cache": (jax_impl.allocate_conv_cache, {"spec": SPEC, "sharding": jax.devices()[0]}),
         "causal_conv1d_prefill": (jax_impl.causal_conv1d_prefill, prefill),
@@ -89,7 +92,8 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "sharded_update": (jax_impl.sharded_update, {"x": zeros(2, 96), **convolution, **on_mesh}),
         "sharded_verify": (jax_impl.sharded_verify, {**verify, **on_mesh}),
         "track_tokens_at_boundary": (
-            jax_impl.track_tokens_at_boundary, {"seq_lens": ints(3, 4), "num_accepted_tokens": ints(1, 2), "interval": 4},
+            jax_impl.track_tokens_at_boundary,
+            {"seq_lens": ints(3, 4), "num_accepted_tokens": ints(1, 2), "interval": 4},
         ),
         "use_storage": (jax_impl.use_storage, {"topk": 1, "parents": [-1, 0]}),
         "debug.check_commit": (debug.check_commit, {"spec": SPEC, **indices}),
@@ -97,7 +101,7 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "capacity.saving": (capacity.saving, {"width": 4, "num_draft_tokens": 3, "state_len": 3}),
         "capacity.saving_table": (capacity.saving_table, {"widths": (4,), "draft_tokens": (3,), "state_len": 3}),
         "presets.get_preset": (presets.get_preset, {"name": "Qwen3.5-0.8B"}),
-        "presets.Preset.spec": (preset.spec, {**of_rows, "tp": 2, "dtype": "bfloat16", "axis_order": "time_major", "storage": "sliding", "state_len": 3}),
+        "presets.Preset.spec": (preset.spec, {**of_rows, "tp": 2, **form}),
         "presets.Preset.conv_dim_per_rank": (preset.conv_dim_per_rank, {"tp": 2}),
         "presets.ConvPart.channels_per_rank": (parts[0].channels_per_rank, {"tp": 2}),
         "sharding.cache_specs": (sharding.cache_specs, {"cache": cache, "data_axis": "data", "tensor_axis": "tensor"}),
@@ -114,6 +118,7 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """The same of the torch package."""
     import torch
+
     import torch_ref
 
     spec = torch_ref.ConvCacheSpec(2, 5, 3, 96, 4, 3)
@@ -138,7 +143,10 @@ def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     cache = torch_ref.HybridCache(torch_ref.ConvCache(state, windows, spec), zeros(2, 5, 7))
     prefill = {"x": zeros(2, 7, 96), **convolution, "lengths": ints(7, 3), "has_initial_state": [True, False], **eager}
     gather = {"conv_windows": windows, "num_accepted_tokens": ints(1, 2), "spec": spec, "window_rows": ints(2, 0)}
+    sizes = {"num_layers": 2, "conv_dim": 96, "width": 4, "num_slots": 4, "max_requests": 2, "num_draft_tokens": 3}
+    form = {"dtype": "bfloat16", "axis_order": "time_major", "storage": "sliding", "state_len": 3}
     return {
+        "ConvCacheSpec": (torch_ref.ConvCacheSpec, {**sizes, **form}),
         "accepted_from_index": (torch_ref.accepted_from_index, {"accept_index": torch.zeros(2, 3, dtype=torch.int32)}),
         "allocate_conv_cache": (torch_ref.allocate_conv_cache, {"spec": spec, "device": "cpu"}),
         "causal_conv1d_prefill": (torch_ref.causal_conv1d_prefill, prefill),

@@ -66,7 +66,7 @@ def run_out(made: Engine) -> None:
 def test_a_step_that_cannot_be_launched(
     model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], after_steps: int
 ) -> None:
-    """The compiled step raises before it ran: pool, buffer, tokens and slots keep their bits, and it can be repeated."""
+    """The compiled step raises before it ran: pool, buffer and slots keep their bits, and it can be repeated."""
     made = engine(model)
     requests = [new.request for new in made.add(PROMPTS[:2], BUDGET)]
     for _ in range(after_steps):
@@ -195,7 +195,7 @@ def test_nan_logits_move_nothing(model: Any, expected: Any) -> None:
 
 
 def test_nan_of_one_request_leaves_the_others_alone(model: Any, expected: Any) -> None:
-    """A NaN in one slot's state: that request is stuck and named; the one beside it, and the next in its slot, are right."""
+    """A NaN in one slot: its request is stuck and named; the one beside it and the next in its slot are right."""
     made = engine(model)
     first, second = (new.request for new in made.add(PROMPTS[:2], BUDGET))
     pool = made.state.cache.hybrid.conv.conv_state

@@ -93,4 +93,4 @@ def _integers(
         wrong.append(mismatch(name, "a signed integer dtype", taken.dtype, "-1 is the padding."))
     if taken.ndim != len(axes.split(",")):
         wrong.append(mismatch(name, axes, tuple(taken.shape)))
-    return taken.long()
+    return (taken.real if taken.dtype.is_complex else taken).long()

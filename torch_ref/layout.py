@@ -282,29 +282,32 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       ('sliding', 'dense', 'sliding', 'dense')
     """
     drafts = as_integer(topk)
+    wrong = []
     if drafts is None or drafts < 1:
-        raise_mismatches([mismatch("topk", "an integer of at least 1", shown(topk))])
+        wrong.append(mismatch("topk", "an integer of at least 1", shown(topk)))
     if parents is None:
+        raise_mismatches(wrong)
         return "sliding" if drafts == 1 else "dense"
     try:
-        links = parents.tolist() if hasattr(parents, "tolist") else parents
+        links: Any = parents.tolist() if hasattr(parents, "tolist") else parents
     except RuntimeError:  # a tensor without values on the host's side: on device meta, or sparse
         links = None
-    chains = links if isinstance(links, (list, tuple)) and links and hasattr(links[0], "__iter__") else [links]
+    chains: Any = links if isinstance(links, (list, tuple)) and links and hasattr(links[0], "__iter__") else [links]
     is_chain = True
     for request, links_of_one in enumerate(chains):
-        chain = links_of_one.tolist() if hasattr(links_of_one, "tolist") else links_of_one
+        chain: Any = links_of_one.tolist() if hasattr(links_of_one, "tolist") else links_of_one
         if not isinstance(chain, (list, tuple, range)):
-            raise_mismatches([mismatch("parents", "[token] or [request, token]", shown(parents))])
+            raise_mismatches([*wrong, mismatch("parents", "[token] or [request, token]", shown(parents))])
         for token, parent in enumerate(chain):
             index = as_integer(parent)
             if index is None or not -1 <= index < token:
-                _refuse_link(request, token, parent)
+                _refuse_link(request, token, parent, wrong)
             is_chain &= index == token - 1
+    raise_mismatches(wrong)
     return "sliding" if is_chain else "dense"
 
 
-def _refuse_link(request: int, token: int, parent: Any) -> NoReturn:
+def _refuse_link(request: int, token: int, parent: Any, wrong: list[str]) -> NoReturn:
     expected = f"an index from -1 to {token - 1} for token {token} of request {request}"
     hint = "A parent comes before its child; -1 is the committed state."
-    raise ValueError(mismatch("parents", expected, shown(parent), hint))
+    raise ValueError("\n".join([*wrong, mismatch("parents", expected, shown(parent), hint)]))

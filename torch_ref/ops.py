@@ -181,7 +181,7 @@ def causal_conv1d_prefill(
     wrong: list[str] = []
     call = Call(spec, conv_state, wrong)
     call.check_written("conv_state", conv_state)
-    num_tokens = x.shape[1] if isinstance(x, torch.Tensor) and x.ndim == 3 else 0
+    num_tokens = x.shape[1] if isinstance(x, torch.Tensor) and x.ndim == 3 else 1
     if isinstance(x, torch.Tensor) and x.ndim == 3 and num_tokens == 0:
         wrong.append(mismatch("x", "at least one token", tuple(x.shape)))
     call.take_inputs(x, weight, bias, ("token", num_tokens), state_indices)
