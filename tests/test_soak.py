@@ -8,6 +8,7 @@ nothing of the size of x has to travel.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -125,7 +126,7 @@ class Model:
         ordered = array if self.spec.axis_order == "time_major" else array.swapaxes(-1, -2)
         return bits(np.ascontiguousarray(ordered[..., self.channels]))
 
-    def step(self, given: dict[str, np.ndarray]) -> None:
+    def step(self, given: Mapping[str, Any]) -> None:
         spec, length, tokens = self.spec, self.spec.state_columns, self.spec.num_draft_tokens
         slots, rows, valid = given["slots"], given["rows"], given["valid"]
         x = pattern(given["step"], (spec.num_layers, len(slots), tokens), self.channels, np)
