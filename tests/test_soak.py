@@ -222,8 +222,12 @@ def test_the_model_sees_one_wrong_column() -> None:
     model = Model(spec, pool, windows, np.arange(8))
     given = draw(dataclasses.replace(spec), 1, 3, 0)
     one = {name: array[0] for name, array in given.items()} | {"step": np.uint32(0)}
-    one |= {"slots": np.int32([1, 2, 3]), "accepted": np.int32([3, 1, 2]), "rows": np.int32([0, 1, 2])}
-    one |= {"valid": np.int32([3, 3, 3])}
+    one |= {
+        "slots": np.asarray([1, 2, 3], np.int32),
+        "accepted": np.asarray([3, 1, 2], np.int32),
+        "rows": np.asarray([0, 1, 2], np.int32),
+    }
+    one |= {"valid": np.asarray([3, 3, 3], np.int32)}
     model.step(one)
     shifted = model.pool.copy()
     shifted[:, 2] = model.windows[:, 1, 1:4]

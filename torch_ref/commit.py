@@ -303,7 +303,8 @@ def _recurrent_group(
     group = _Group(name, state, steps)
     for called, tensor in zip(names, pair, strict=True):
         if not is_strided(tensor):
-            wrong.append(mismatch(called, "a strided torch.Tensor", shown(tensor)))
+            got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            wrong.append(mismatch(called, "a torch.Tensor", got))
     if len(wrong) > before:
         return group
     if state.dtype not in FLOATS:
