@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Iterable
 from fractions import Fraction
 
-from jax_impl.layout import STORAGES, ConvCacheSpec, Storage
+from jax_impl.layout import STORAGES, ConvCacheSpec, Problems, Storage, shown
 from jax_impl.presets import get_preset
 
 GIB_BYTES = 2**30
@@ -119,6 +119,8 @@ def capacity(spec: ConvCacheSpec) -> Capacity:
       >>> capacity(get_preset("Qwen3.5-0.8B").spec(num_slots=20, max_requests=17, num_draft_tokens=4)).dense_row_bytes
       2654208
     """
+    if not isinstance(spec, ConvCacheSpec):
+        raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
     return Capacity(
         slot_bytes=spec.num_layers * spec.slot_bytes,
         sliding_row_bytes=dataclasses.replace(spec, storage="sliding").row_bytes,
@@ -198,10 +200,17 @@ def saving_table(
       >>> [str(row.saving) for row in saving_table(widths=(2,))]
       ['1', '1', '1', '1', '1']
     """
-    draft_tokens = tuple(draft_tokens)
+    problems = Problems()
+    taken: list[tuple[int, ...]] = []
+    for name, sizes in (("widths", widths), ("draft_tokens", draft_tokens)):
+        try:
+            taken.append(tuple(sizes))
+        except (TypeError, RuntimeError):
+            problems.add(name, "integers, one or more", shown(sizes))
+    problems.raise_if_any()
     rows = []
-    for width in widths:
-        for num_draft_tokens in draft_tokens:
+    for width in taken[0]:
+        for num_draft_tokens in taken[1]:
             spec = ConvCacheSpec(1, 1, 1, 1, width, num_draft_tokens, state_len=state_len)
             dense = num_draft_tokens * spec.state_columns
             rows.append(SavingRow(width, num_draft_tokens, dense, spec.num_columns, num_draft_tokens))

@@ -10,13 +10,23 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from jax_impl.layout import ITEM_BYTES, ConvCacheSpec, Problems, dtype_name
+from jax_impl.layout import ITEM_BYTES, ConvCacheSpec, Problems, dtype_name, shown
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def is_used_up(problems: Problems, name: str, value: Any) -> bool:
+    """Records a problem for an array that was donated or deleted: its memory is another array's, or nobody's."""
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array) or not value.is_deleted():
+        return False
+    got = f"a donated or deleted array of shape {tuple(value.shape)}"
+    problems.add(name, "an array with its content", got, "Go on with what the call that it was donated to returned.")
+    return True
 
 
 def index_array(
@@ -27,6 +37,8 @@ def index_array(
     Wider integers saturate instead of wrapping: 2^32 + 3 becomes 2^31 - 1, which every operation skips, and never 3.
     `batch` None accepts any length. With `tokens` the array is `[batch, tokens]`; "D" accepts any number of them.
     """
+    if _holds_used_up(problems, name, value):
+        return None
     array = _as_array(value)
     if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
         got = "a ragged or mixed list" if array is None else dtype_name(array.dtype)
@@ -60,6 +72,11 @@ def shape_text(expected: tuple[int | str | None, ...]) -> str:
     """
     sizes = ["B" if size is None else str(size) for size in expected]
     return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+
+def _holds_used_up(problems: Problems, name: str, value: Any) -> bool:
+    """`is_used_up` of the array, or of the scalars of a list."""
+    return any(is_used_up(problems, name, one) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _as_array(value: Any) -> Any:
@@ -103,7 +120,7 @@ def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
     if null_slot is None:
         return None
     if isinstance(null_slot, bool) or not isinstance(null_slot, int | np.integer):
-        problems.add("null_slot", "a Python integer or None", repr(null_slot), "It is static: part of the program.")
+        problems.add("null_slot", "a Python integer or None", shown(null_slot), "It is static: part of the program.")
         return None
     inside = INT32_MIN <= int(null_slot) <= INT32_MAX
     return int(null_slot) if inside else None  # no slot has such a number
@@ -111,12 +128,15 @@ def null_slot_value(problems: Problems, null_slot: Any) -> int | None:
 
 def implementation_name(problems: Problems, implementation: Any) -> None:
     """Records a problem unless `implementation` is None or a known name."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        problems.add("implementation", f"None or one of {', '.join(IMPLEMENTATIONS)}", repr(implementation))
+    known = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not known:
+        problems.add("implementation", f"None or one of {', '.join(IMPLEMENTATIONS)}", shown(implementation))
 
 
 def bool_array(problems: Problems, name: str, value: Any, batch: int | None) -> jax.Array | None:
     """`value` as a bool array `[batch]`, or None with a problem recorded."""
+    if _holds_used_up(problems, name, value):
+        return None
     array = _as_array(value)
     if isinstance(value, list | tuple) and not value:
         array = np.zeros(0, np.bool_)
@@ -137,7 +157,7 @@ def float_array(problems: Problems, name: str, value: Any) -> jax.Array | None:
     if dtype_name(value.dtype) not in ITEM_BYTES:
         problems.add(name, f"dtype {', '.join(ITEM_BYTES)}", dtype_name(value.dtype), "Nothing is cast silently.")
         return None
-    return jnp.asarray(value)
+    return None if is_used_up(problems, name, value) else jnp.asarray(value)
 
 
 def cache_array(
@@ -165,6 +185,7 @@ def cache_array(
         else:
             problems.expect(name, axes if expected == full else one, expected, value.shape)
         return None
+    is_used_up(problems, name, value)
     return is_stacked
 
 
@@ -172,11 +193,13 @@ def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: Conv
     """`layer` as an int32 scalar for stacked arrays, None for one layer's arrays."""
     if stacked is False:
         if layer is not None:
-            problems.add("layer", "None with one layer's arrays", repr(layer), "Pass stacked arrays to pick a layer.")
+            problems.add("layer", "None with one layer's arrays", shown(layer), "Pass stacked arrays to pick a layer.")
         return None
     if layer is None:
         if stacked:
             problems.add("layer", "an integer or an integer scalar with stacked arrays", "None")
+        return None
+    if is_used_up(problems, "layer", layer):
         return None
     if isinstance(layer, np.ndarray) and layer.ndim == 0:
         layer = layer[()]
@@ -186,7 +209,7 @@ def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: Conv
             return None
         return jnp.asarray(int(layer), jnp.int32)
     if isinstance(layer, bool) or not isinstance(layer, jax.Array) or not np.issubdtype(layer.dtype, np.integer):
-        problems.add("layer", "an integer or an integer scalar", repr(layer))
+        problems.add("layer", "an integer or an integer scalar", shown(layer))
         return None
     if layer.ndim != 0:
         problems.expect("layer", "scalar", (), layer.shape)
@@ -197,8 +220,8 @@ def layer_index(problems: Problems, layer: Any, stacked: bool | None, spec: Conv
 
 def activation_name(problems: Problems, activation: Any) -> None:
     """Records a problem unless `activation` is "silu" or None."""
-    if activation not in (None, "silu"):
-        problems.add("activation", 'None or "silu"', repr(activation))
+    if activation is not None and not (isinstance(activation, str) and activation == "silu"):
+        problems.add("activation", 'None or "silu"', shown(activation))
 
 
 def spec_argument(spec: Any) -> ConvCacheSpec:

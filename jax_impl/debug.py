@@ -76,7 +76,8 @@ def check_commit(
     }
     problems = Problems()
     if (track_indices is None) != (track_num_tokens is None):
-        problems.add("track_indices", "given together with `track_num_tokens`", "one of them")
+        missing = "track_indices" if track_indices is None else "track_num_tokens"
+        problems.add(missing, "given together with the other track argument", "None")
     return _report(problems, given, ("state_indices", "num_accepted_tokens"), null_slot, spec, _of_commit)
 
 
@@ -143,22 +144,17 @@ def _report(
     checks.spec_argument(spec)
     named = {name: value for name, value in given.items() if value is not None or name in needed}
     of_tokens = ("parents", "resume_path", "accepted_path")
-    converted = {
-        name: checks.index_array(problems, name, value, None, "D" if name in of_tokens else None)
-        for name, value in named.items()
-    }
+    slots = checks.index_array(problems, "state_indices", named.pop("state_indices"), None)
+    batch = None if slots is None else slots.shape[0]
+    sizes = {name: spec.num_draft_tokens if name in of_tokens else None for name in named}
+    others = {name: checks.index_array(problems, name, value, batch, sizes[name]) for name, value in named.items()}
+    converted, requests = {"state_indices": slots, **others}, batch or 0
     null = checks.null_slot_value(problems, null_slot)
-    if any(array is None for array in converted.values()):
-        problems.raise_if_any()
-    traced = any(isinstance(one, Tracer) for one in converted.values())
-    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
-    requests = arrays["state_indices"].shape[0]
-    for name, array in arrays.items():
-        axes, size = ("request, token", (spec.num_draft_tokens,)) if name in of_tokens else ("request", ())
-        problems.expect(name, axes, (requests, *size), array.shape)
-    if "window_rows" not in arrays and requests > spec.max_requests:
+    if "window_rows" not in named and requests > spec.max_requests:
         problems.add("window_rows", f"given, or at most max_requests = {spec.max_requests} requests", requests)
     problems.raise_if_any()
+    traced = any(isinstance(one, Tracer) for one in converted.values())
+    arrays: dict[str, Any] = converted if traced else {name: np.asarray(one) for name, one in converted.items()}
     found = findings(_Batch(arrays, requests, null, spec, jnp if traced else np))
     if not traced:
         return [sentence for one in found for sentence in one.sentences()]

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import checks
-from jax_impl.layout import ConvCacheSpec, Problems
+from jax_impl.layout import ConvCacheSpec, Problems, shown
 
 
 def envelope_spec(spec: ConvCacheSpec, envelope_elements: int) -> ConvCacheSpec:
@@ -48,7 +48,9 @@ def envelope_spec(spec: ConvCacheSpec, envelope_elements: int) -> ConvCacheSpec:
       >>> envelope_spec(spec, 5 * 3 * 128).state_shape
       (1, 50, 3, 128)
     """
-    per_envelope = _states_per_envelope(spec, envelope_elements, 0)
+    problems = Problems()
+    per_envelope = _states_per_envelope(problems, spec, envelope_elements, 0)
+    problems.raise_if_any()
     return dataclasses.replace(spec, num_layers=1, num_slots=spec.num_slots * per_envelope)
 
 
@@ -85,8 +87,8 @@ def envelope_slots(
       >>> envelope_slots([0, 2, -1], 1, **where).tolist()
       [2, 12, -1]
     """
-    per_envelope = _states_per_envelope(spec, envelope_elements, first_element)
     problems = Problems()
+    per_envelope = _states_per_envelope(problems, spec, envelope_elements, first_element)
     slots = checks.index_array(problems, "state_indices", state_indices, None)
     number = checks.layer_index(problems, layer, True, spec)
     null = checks.null_slot_value(problems, null_slot)
@@ -99,15 +101,16 @@ def envelope_slots(
     return jnp.where(live, jnp.where(live, slots, 0) * per_envelope + first + number, jnp.int32(-1))
 
 
-def _states_per_envelope(spec: ConvCacheSpec, envelope_elements: int, first_element: int) -> int:
-    """States that fit one envelope, of which the layers' begin at `first_element`."""
+def _states_per_envelope(problems: Problems, spec: ConvCacheSpec, envelope_elements: int, first_element: int) -> int:
+    """States that fit one envelope, of which the layers' begin at `first_element`; 0 where that cannot be said."""
     checks.spec_argument(spec)
-    problems, state = Problems(), spec.state_columns * spec.conv_dim
+    before, state = len(problems.messages), spec.state_columns * spec.conv_dim
     hint = "Keep states that do not share this size or dtype in a pool of their own; torch_ref takes any envelope."
     for name, value in (("envelope_elements", envelope_elements), ("first_element", first_element)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0 or value % state:
-            problems.add(name, f"a multiple of one state, S * conv_dim = {state} elements", repr(value), hint)
-    problems.raise_if_any()
+            problems.add(name, f"a multiple of one state, S * conv_dim = {state} elements", shown(value), hint)
+    if len(problems.messages) > before:
+        return 0
     envelope_elements, first_element = int(envelope_elements), int(first_element)
     end = first_element + spec.num_layers * state
     if end > envelope_elements:
@@ -116,5 +119,4 @@ def _states_per_envelope(spec: ConvCacheSpec, envelope_elements: int, first_elem
         problems.add(
             "envelope_elements", "a pool of fewer than 2^31 states", spec.num_slots * envelope_elements // state
         )
-    problems.raise_if_any()
     return envelope_elements // state

@@ -70,8 +70,39 @@ def dtype_name(dtype: Any) -> str:
     """
     if isinstance(dtype, str):
         return dtype
+    if _is_array(dtype):
+        return shown(dtype)
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return str(name).removeprefix("torch.")
+
+
+def _is_array(value: object) -> bool:
+    return not isinstance(value, type) and hasattr(value, "__array__") and hasattr(value, "shape")
+
+
+def shown(value: Any) -> str:
+    """A wrong value as a message shows it: one line, cut when it is long; of an array dtype, shape and if it is traced.
+
+    >>> shown(1.5), shown("x" * 100)[-7:]
+    ('1.5', 'xxxx...')
+    """
+    if _is_array(value):
+        is_traced = any(of.__name__ == "Tracer" for of in type(value).__mro__)
+        return f"{'traced ' * is_traced}{dtype_name(value.dtype)} array of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def as_integer(value: Any) -> int | None:
+    """`value` as a Python integer, or None where it is none; a bool and a traced value are none.
+
+    >>> as_integer(3), as_integer(True), as_integer(3.0)
+    (3, None, None)
+    """
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # a RuntimeError of an array that was deleted
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +167,10 @@ class ConvCacheSpec:
                 problems.add(name, f"an integer from {low} to 2^31-1", value)
         if self.dtype not in ITEM_BYTES:
             problems.add("dtype", f"one of {', '.join(ITEM_BYTES)}", repr(self.dtype))
-        if self.axis_order not in AXIS_ORDERS:
-            problems.add("axis_order", f"one of {', '.join(AXIS_ORDERS)}", repr(self.axis_order))
-        if self.storage not in STORAGES:
-            problems.add("storage", f"one of {', '.join(STORAGES)}", repr(self.storage))
+        if not isinstance(self.axis_order, str) or self.axis_order not in AXIS_ORDERS:
+            problems.add("axis_order", f"one of {', '.join(AXIS_ORDERS)}", shown(self.axis_order))
+        if not isinstance(self.storage, str) or self.storage not in STORAGES:
+            problems.add("storage", f"one of {', '.join(STORAGES)}", shown(self.storage))
         if self.state_len is None:
             set_field(self, "state_len", self.width - 1 if isinstance(self.width, int) else None)
         else:
@@ -151,14 +182,10 @@ class ConvCacheSpec:
         problems.raise_if_any()
 
     def _as_int(self, name: str, problems: Problems) -> int | None:
-        value = getattr(self, name)
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            return operator.index(value)
-        except TypeError:
-            problems.add(name, "an integer", repr(value))
-            return None
+        value = as_integer(getattr(self, name))
+        if value is None:
+            problems.add(name, "an integer", shown(getattr(self, name)))
+        return value
 
     @property
     def state_columns(self) -> int:
@@ -302,32 +329,39 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       >>> use_storage(topk=1, parents=[-1, 0, 0, 1])
       'dense'
     """
-    if isinstance(topk, bool) or not hasattr(topk, "__index__") or operator.index(topk) < 1:
-        raise ValueError(f"`topk`: expected an integer of at least 1, got {topk!r}.")
+    problems, number = Problems(), as_integer(topk)
+    if number is None or number < 1:
+        problems.add("topk", "an integer of at least 1", shown(topk))
     if parents is None:
-        return "sliding" if topk == 1 else "dense"
+        problems.raise_if_any()
+        return "sliding" if number == 1 else "dense"
     links = _as_list(parents)
     nested = isinstance(links, list) and any(isinstance(row, list) for row in links)
     rows: Any = links if nested else [links]
     if not isinstance(links, list) or not all(isinstance(row, list) for row in rows):
-        raise ValueError(f"`parents`: expected [token] or [request, token], got {parents!r}.")
+        problems.add("parents", "[token] or [request, token]", shown(parents))
+        problems.raise_if_any()
     storage: Storage = "sliding"
     for request, row in enumerate(rows):
         for token, parent in enumerate(row):
             if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < token:
-                raise ValueError(
-                    f"`parents`: expected an index from -1 to {token - 1} for token {token} of request {request}, "
-                    f"got {parent!r}. A parent comes before its child; -1 is the committed state."
-                )
+                expected = f"an index from -1 to {token - 1} for token {token} of request {request}"
+                hint = "A parent comes before its child; -1 is the committed state."
+                problems.add("parents", expected, shown(parent), hint)
+                problems.raise_if_any()
             if parent != token - 1:
                 storage = "dense"
+    problems.raise_if_any()
     return storage
 
 
 def _as_list(links: Any) -> Any:
     """Nested sequences and arrays as nested lists, everything else as it is."""
     if hasattr(links, "tolist"):
-        return links.tolist()
+        try:
+            return links.tolist()
+        except RuntimeError:  # an array that was deleted
+            return links
     if isinstance(links, Iterable) and not isinstance(links, str):
         return [_as_list(link) for link in links]
     return links

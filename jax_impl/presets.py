@@ -18,9 +18,10 @@ This module imports no array framework.
 
 import dataclasses
 import difflib
+import functools
 from typing import Any, Literal
 
-from jax_impl.layout import AxisOrder, ConvCacheSpec, Storage
+from jax_impl.layout import AxisOrder, ConvCacheSpec, Storage, as_integer, shown
 
 Kind = Literal["GDN", "KDA", "Mamba2", "Mamba1", "LFM", "RG-LRU"]
 Grade = Literal["A", "B"]
@@ -29,6 +30,12 @@ _CLASS_DEFAULT = "the class default of transformers 5.24"
 _OFFICIAL = "the official configuration file"
 _TRANSCRIBED = "transcriptions of the configuration that agree"
 _TRANSCRIBED_INNER = f"{_TRANSCRIBED}; G is stated, d_inner is twice the hidden size and N is what then remains"
+
+
+def _check_ranks(name: str, ranks: Any) -> None:
+    number = as_integer(ranks)
+    if number is None or number < 1:
+        raise ValueError(f"`{name}`: expected an integer of at least 1, got {shown(ranks)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +58,9 @@ class ConvPart:
         """Channels of this part on one of `tp` ranks.
 
         Raises:
-          ValueError: the heads, or without known heads the channels, do not divide.
+          ValueError: `tp` is not a positive integer, or the heads (without known heads the channels) do not divide.
         """
+        _check_ranks("tp", tp)
         if self.num_heads is None:
             unit, count, whole = "channels", self.channels, self.channels
         else:
@@ -123,8 +131,7 @@ class Preset:
           >>> get_preset("Bamba-9B").conv_dim, get_preset("Bamba-9B").conv_dim_per_rank(2)
           (8448, 4352)
         """
-        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-            raise ValueError(f"`tp`: expected an integer of at least 1, got {tp!r}.")
+        _check_ranks("tp", tp)
         try:
             return sum(part.channels_per_rank(tp) for part in self.parts)
         except ValueError as error:
@@ -161,11 +168,11 @@ class Preset:
           >>> get_preset("Qwen3.5-0.8B").spec(num_slots=512, max_requests=17, num_draft_tokens=4).windows_bytes
           22560768
         """
-        return ConvCacheSpec(
+        geometry = functools.partial(
+            ConvCacheSpec,
             num_layers=self.num_conv_layers,
             num_slots=num_slots,
             max_requests=max_requests,
-            conv_dim=self.conv_dim_per_rank(tp),
             width=self.width,
             num_draft_tokens=num_draft_tokens,
             dtype=dtype,
@@ -173,6 +180,15 @@ class Preset:
             storage=storage,
             state_len=state_len,
         )
+        try:
+            conv_dim = self.conv_dim_per_rank(tp)
+        except ValueError as error:
+            try:
+                geometry(conv_dim=1)
+            except ValueError as others:  # what is wrong with either is said together
+                raise ValueError(f"{error}\n{others}") from None
+            raise
+        return geometry(conv_dim=conv_dim)
 
 
 def _qkv(
@@ -297,11 +313,11 @@ def get_preset(name: str) -> Preset:
       'Qwen3.5-27B'
     """
     by_name = {known.lower(): (known, preset) for preset in PRESETS for known in (preset.name, *preset.aliases)}
-    wanted = str(name).rsplit("/", 1)[-1].lower()
+    wanted = name.rsplit("/", 1)[-1].lower() if isinstance(name, str) else ""
     if wanted in by_name:
         return by_name[wanted][1]
     close = [by_name[key][0] for key in difflib.get_close_matches(wanted, by_name, n=4)]
     hint = (
         f"Close names: {', '.join(close)}." if close else "No name is close; `python -m jax_impl plan` lists them all."
     )
-    raise ValueError(f"`name`: expected a published model, got {name!r}. {hint}")
+    raise ValueError(f"`name`: expected a published model, got {shown(name)}. {hint}")

@@ -24,7 +24,7 @@ import numpy as np
 from jax_impl import checks
 from jax_impl.cache import ConvCache
 from jax_impl.commit import Group, check_groups, check_indices, check_path, run_commit
-from jax_impl.layout import ConvCacheSpec, Problems, dtype_name
+from jax_impl.layout import ConvCacheSpec, Problems, dtype_name, shown
 
 
 @jax.tree_util.register_dataclass
@@ -198,6 +198,9 @@ def commit_recurrent_state(
         accepted_path=accepted_path,
     )
     checks.implementation_name(problems, implementation)
+    if not isinstance(layer_axis, bool | np.bool_):
+        problems.add("layer_axis", "True or False", shown(layer_axis), "It is static: part of the program.")
+        problems.raise_if_any()
     if not jax.tree.leaves(state):
         problems.add("state", "at least one array", jax.tree.structure(state))
     groups = _recurrent_groups(
@@ -382,7 +385,7 @@ def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: 
     batch = None if lengths is None else lengths.shape[0]
     accepted = checks.index_array(problems, "num_accepted_tokens", num_accepted_tokens, batch)
     if isinstance(interval, bool) or not isinstance(interval, int | np.integer) or not 1 <= interval < 2**31:
-        problems.add("interval", "a Python integer from 1 to 2^31 - 1", repr(interval))
+        problems.add("interval", "a Python integer from 1 to 2^31 - 1", shown(interval))
     problems.raise_if_any()
     assert lengths is not None and accepted is not None
     # Host integers may be wider than int32, so they are reduced where they are. The sum is unsigned: that of two int32
@@ -400,6 +403,8 @@ def track_tokens_at_boundary(seq_lens: Any, num_accepted_tokens: Any, interval: 
 def _integers(problems: Problems, name: str, value: Any, ndim: int, axes: str) -> Any:
     """`value` as a signed integer array where it is, host integers in their own width; None with a problem recorded."""
     before = len(problems.messages)
+    if checks.is_used_up(problems, name, value):
+        return None
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except ValueError:

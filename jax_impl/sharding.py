@@ -32,6 +32,7 @@ becomes 0.0): use the functions here. The kernels refuse to be lowered for sever
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ from jax_impl import checks
 from jax_impl.cache import ConvCache
 from jax_impl.commit import commit_conv_state
 from jax_impl.conv import Activation, ConvWeight, causal_conv1d_update, causal_conv1d_verify
-from jax_impl.layout import ConvCacheSpec, Problems
+from jax_impl.layout import ConvCacheSpec, Problems, as_integer, shown
 from jax_impl.prefill import causal_conv1d_prefill
 from jax_impl.presets import ConvPart
 from jax_impl.rollback import HybridCache, commit_after_verify
@@ -93,12 +94,18 @@ def partition_specs(
       data_axis: mesh axis over which slots, rows and requests are divided; None leaves them whole.
       tensor_axis: mesh axis over which channels (and heads) are divided; None leaves them whole.
 
+    Raises:
+      ValueError: an axis is no name.
+
     Example:
       >>> specs = partition_specs(ConvCacheSpec(2, 8, 4, 128, width=4, num_draft_tokens=4))
       >>> tuple(specs.conv_state), tuple(specs.x)
       ((None, 'data', None, 'tensor'), ('data', None, 'tensor'))
     """
     checks.spec_argument(spec)
+    problems = Problems()
+    _check_axes(problems, data_axis, tensor_axis)
+    problems.raise_if_any()
     data, tensor = data_axis, tensor_axis
     entry = (None, tensor) if spec.axis_order == "time_major" else (tensor, None)
     token = (None,) if spec.storage == "dense" else ()
@@ -116,6 +123,12 @@ def partition_specs(
         recurrent_state=P(None, data, tensor),
         step_states=P(None, data, None, tensor),
     )
+
+
+def _check_axes(problems: Problems, data_axis: Any, tensor_axis: Any) -> None:
+    for name, axis in (("data_axis", data_axis), ("tensor_axis", tensor_axis)):
+        if axis is not None and not isinstance(axis, str):
+            problems.add(name, "None or the name of a mesh axis", shown(axis))
 
 
 def _untyped(of: Any) -> Any:
@@ -218,11 +231,12 @@ def _place(problems: Problems, mesh: Any, data_axis: Any, tensor_axis: Any) -> _
         problems.add("mesh", "a jax.sharding.Mesh", type(mesh).__name__)
         return None
     before = len(problems.messages)
+    _check_axes(problems, data_axis, tensor_axis)
     for name, axis in (("data_axis", data_axis), ("tensor_axis", tensor_axis)):
-        if axis is not None and axis not in mesh.shape:
+        if isinstance(axis, str) and axis not in mesh.shape:
             sizes = ", ".join(f"{known} = {size}" for known, size in mesh.shape.items())
             problems.add(name, f"None or an axis of the mesh ({sizes})", repr(axis))
-    if data_axis is not None and data_axis == tensor_axis:
+    if isinstance(data_axis, str) and isinstance(tensor_axis, str) and data_axis == tensor_axis:
         problems.add("tensor_axis", "another axis than data_axis", repr(tensor_axis))
     return _Place(mesh, data_axis, tensor_axis) if len(problems.messages) == before else None
 
@@ -234,6 +248,9 @@ def _check_parts(problems: Problems, parts: Sequence[ConvPart], num_ranks: int, 
     """Records every part that `num_ranks` ranks cannot share, and parts that are not the `channels` of the arrays."""
     before = len(problems.messages)
     total = 0
+    if not isinstance(parts, Sequence) or not all(isinstance(part, ConvPart) for part in parts) or not parts:
+        problems.add("parts", "one ConvPart or more, as get_preset(…).parts", shown(parts))
+        return
     for part in parts:
         try:
             total += part.channels_per_rank(num_ranks) * num_ranks
@@ -265,10 +282,10 @@ def channel_order(parts: Sequence[ConvPart], num_ranks: int) -> np.ndarray:
       >>> channel_order(parts, 2).tolist()
       [0, 1, 4, 5, 8, 9, 10, 11, 2, 3, 6, 7, 12, 13, 14, 15]
     """
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f"`num_ranks`: expected an integer of at least 1, got {num_ranks!r}.")
-    problems = Problems()
-    _check_parts(problems, parts, num_ranks, None)
+    problems, count = Problems(), as_integer(num_ranks)
+    if count is None or count < 1:
+        problems.add("num_ranks", "an integer of at least 1", shown(num_ranks))
+    _check_parts(problems, parts, count if count and count > 0 else 1, None)
     problems.raise_if_any()
     starts = np.cumsum([0, *(part.channels for part in parts)])
     pieces = []
@@ -288,21 +305,40 @@ def shard_channels(array: Any, parts: Sequence[ConvPart], num_ranks: int, axis: 
     Raises:
       ValueError: heads that the ranks do not divide, or an axis that is not as long as the parts together.
     """
+    return _shard(array, parts, num_ranks, axis, "array")
+
+
+def _shard(array: Any, parts: Sequence[ConvPart], num_ranks: int, axis: int, name: str) -> Any:
     order, total = channel_order(parts, num_ranks), sum(part.channels for part in parts)
-    _check_axis(array, axis, total)
+    _check_axis(array, axis, total, name)
     return array.take(order, axis=axis)
 
 
 def unshard_channels(array: Any, parts: Sequence[ConvPart], num_ranks: int, axis: int = -1) -> Any:
     """The inverse of `shard_channels`; of a group that ranks share the first copy is taken."""
+    return _unshard(array, parts, num_ranks, axis, "array")
+
+
+def _unshard(array: Any, parts: Sequence[ConvPart], num_ranks: int, axis: int, name: str) -> Any:
     order = channel_order(parts, num_ranks)
-    _check_axis(array, axis, len(order))
+    _check_axis(array, axis, len(order), name)
     return array.take(np.unique(order, return_index=True)[1], axis=axis)
 
 
-def _check_axis(array: Any, axis: int, channels: int) -> None:
+def _check_axis(array: Any, axis: int, channels: int, name: str) -> None:
+    problems = Problems()
+    _check_is_array(problems, name, array)
+    if as_integer(axis) is None:
+        problems.add("axis", "an integer", shown(axis))
+    problems.raise_if_any()
     if not -array.ndim <= axis < array.ndim or array.shape[axis] != channels:
-        raise ValueError(f"`array`: expected {channels} channels on axis {axis}, got shape {tuple(array.shape)}.")
+        raise ValueError(f"`{name}`: expected {channels} channels on axis {axis}, got shape {tuple(array.shape)}.")
+
+
+def _check_is_array(problems: Problems, name: str, value: Any) -> None:
+    if not isinstance(value, jax.Array | np.ndarray):
+        problems.add(name, "an array", shown(value))
+    checks.is_used_up(problems, name, value)
 
 
 def shard_conv_weights(weight: Any, parts: Sequence[ConvPart], num_ranks: int) -> Any:
@@ -325,23 +361,26 @@ def shard_conv_weights(weight: Any, parts: Sequence[ConvPart], num_ranks: int) -
       >>> shard_conv_weights(np.arange(8)[:, None], parts, 2)[:, 0].tolist()
       [0, 2, 4, 5, 1, 3, 6, 7]
     """
-    return _map_channels(weight, functools.partial(shard_channels, parts=parts, num_ranks=num_ranks))
+    return _map_channels(weight, functools.partial(_shard, parts=parts, num_ranks=num_ranks))
 
 
 def unshard_conv_weights(weight: Any, parts: Sequence[ConvPart], num_ranks: int) -> Any:
     """The inverse of `shard_conv_weights`."""
-    return _map_channels(weight, functools.partial(unshard_channels, parts=parts, num_ranks=num_ranks))
+    return _map_channels(weight, functools.partial(_unshard, parts=parts, num_ranks=num_ranks))
 
 
 def _map_channels(weight: Any, change: Callable[..., Any]) -> Any:
     if isinstance(weight, ConvWeight):
-        bias = None if weight.bias is None else change(weight.bias, axis=-1)
-        return ConvWeight(change(weight.taps, axis=-1), bias)
-    return change(weight, axis=_channel_axis(weight))
+        bias = None if weight.bias is None else change(weight.bias, axis=-1, name="weight.bias")
+        return ConvWeight(change(weight.taps, axis=-1, name="weight.taps"), bias)
+    return change(weight, axis=_channel_axis(weight), name="weight")
 
 
 def _channel_axis(weight: Any) -> int:
     """Axis of the channels of a weight in a checkpoint's form."""
+    problems = Problems()
+    _check_is_array(problems, "weight", weight)
+    problems.raise_if_any()
     if weight.ndim not in (2, 3, 4):
         axes = "channel, tap or channel, 1, tap or layer, channel, 1, tap"
         raise ValueError(f"`weight`: expected {axes}, got {tuple(weight.shape)}.")
@@ -364,7 +403,7 @@ def localize_slots(slots: Any, rank: Any, slots_per_rank: int, null_slot: int | 
       null_slot: the pool's padding slot as a global number, or None. Do not give it to the operation as well.
 
     Raises:
-      ValueError: `slots` is no integer array.
+      ValueError: `slots` is no integer array, `rank` no integer scalar or `slots_per_rank` no positive integer.
 
     Example:
       >>> localize_slots([8, 3, 11, -1, 12, 2**31 - 1], 2, 4).tolist()
@@ -373,6 +412,13 @@ def localize_slots(slots: Any, rank: Any, slots_per_rank: int, null_slot: int | 
     problems = Problems()
     indices = checks.index_array(problems, "slots", slots, None)
     null = checks.null_slot_value(problems, null_slot)
+    count = as_integer(slots_per_rank)
+    if count is None or not 0 <= count <= checks.INT32_MAX:
+        problems.add("slots_per_rank", "an integer from 0 to 2^31-1", shown(slots_per_rank))
+    number = as_integer(rank)
+    on_device = isinstance(rank, jax.Array) and rank.ndim == 0 and jnp.issubdtype(rank.dtype, jnp.integer)
+    if not checks.is_used_up(problems, "rank", rank) and not on_device and (number is None or not 0 <= number < 2**31):
+        problems.add("rank", "an integer from 0 to 2^31-1 or an integer scalar", shown(rank))
     problems.raise_if_any()
     assert indices is not None
     first = jnp.asarray(rank, jnp.int32) * jnp.int32(slots_per_rank)
@@ -644,12 +690,23 @@ def cache_specs(cache: Any, *, data_axis: str | None = "data", tensor_axis: str 
       cache: a `ConvCache`, a pytree of them or a `HybridCache`; arrays or their shapes.
       data_axis, tensor_axis: as in `partition_specs`.
 
+    Raises:
+      ValueError: `cache` is something else, or an axis is no name.
+
     Example:
       >>> from jax_impl import allocate_conv_cache
       >>> cache = allocate_conv_cache(ConvCacheSpec(2, 8, 4, 128, width=4, num_draft_tokens=4))
       >>> tuple(cache_specs(cache).conv_windows)
       (None, 'data', None, 'tensor')
     """
+
+    problems = Problems()
+    _check_axes(problems, data_axis, tensor_axis)
+    inner = cache.conv if isinstance(cache, HybridCache) else cache
+    strangers = [one for one in jax.tree.leaves(inner, is_leaf=_is_cache) if not _is_cache(one)]
+    if strangers:
+        problems.add("cache", "a ConvCache, a pytree of them or a HybridCache", shown(strangers[0]))
+    problems.raise_if_any()
 
     def of_conv(one: ConvCache) -> ConvCache:
         specs = partition_specs(one.spec, data_axis=data_axis, tensor_axis=tensor_axis)
@@ -667,7 +724,11 @@ def cache_specs(cache: Any, *, data_axis: str | None = "data", tensor_axis: str 
 def _map_caches(change: Callable[[ConvCache], ConvCache], tree: Any) -> Any:
     if isinstance(tree, HybridCache):
         return dataclasses.replace(tree, conv=_map_caches(change, tree.conv))
-    return jax.tree.map(change, tree, is_leaf=lambda one: isinstance(one, ConvCache))
+    return jax.tree.map(change, tree, is_leaf=_is_cache)
+
+
+def _is_cache(one: Any) -> bool:
+    return isinstance(one, ConvCache)
 
 
 def _specs_of(cache: Any) -> list[ConvCacheSpec]:
@@ -724,25 +785,47 @@ def _start(mesh: Any, data_axis: Any, tensor_axis: Any) -> _Place:
 def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any) -> _Call:
     """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run."""
     problems = Problems()
+    problems = Problems()
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
+    wrong: dict[str, Any] = {}  # goes to the plain function as it is, which refuses it beside all else that is wrong
+    has_default = inspect.signature(operation).parameters
     for name, value in given.items():
         if name in _STATIC and not isinstance(value, jax.Array):
             static[name] = value
-        elif value is None and name != "x":
+        elif value is None and has_default[name].default is None:
             continue
-        elif name == "has_initial_state":
-            arrays[name] = checks.bool_array(problems, name, value, None)
-        elif name in _OF_REQUESTS or name in _OF_TOKENS:
-            arrays[name] = checks.index_array(problems, name, value, None, "D" if name in _OF_TOKENS else None)
+        elif name == "has_initial_state" or name in _OF_REQUESTS or name in _OF_TOKENS:
+            if name == "has_initial_state":
+                taken = checks.bool_array(Problems(), name, value, None)
+            else:
+                taken = checks.index_array(Problems(), name, value, None, "D" if name in _OF_TOKENS else None)
+            (wrong if taken is None else arrays)[name] = value if taken is None else taken
         else:
             arrays[name] = value
-    problems.raise_if_any()
-    plain = {**static, "null_slot": null_slot} | ({} if spec is None else {"spec": spec})
-    if plain.get("implementation") in checks.IMPLEMENTATIONS:
+    plain = {**static, "null_slot": null_slot} | ({} if operation is commit_after_verify else {"spec": spec})
+    named = plain.get("implementation")
+    if isinstance(named, str) and named in checks.IMPLEMENTATIONS:
         plain["implementation"] = "xla"
-    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arrays)
-    jax.eval_shape(lambda arrays: operation(**arrays, **plain), shapes)
+    leaves, structure = jax.tree.flatten(arrays)
+    # Tracing would make 32 bits of a host array's 64, silently; such an array goes along as it is, too.
+    narrow = lambda one: isinstance(one, jax.Array) or (isinstance(one, np.ndarray) and one.dtype.itemsize < 8)  # noqa: E731
+    places = {i: one for i, one in enumerate(leaves) if narrow(one)}
+    shapes = {i: jax.ShapeDtypeStruct(one.shape, one.dtype) for i, one in places.items()}
+
+    def checked(shapes: dict[int, Any]) -> Any:
+        arrays = structure.unflatten([shapes.get(i, one) for i, one in enumerate(leaves)])
+        return operation(**arrays, **wrong, **plain)
+
+    for path, one in jax.tree_util.tree_leaves_with_path(arrays):
+        checks.is_used_up(problems, f"{path[0].key}{jax.tree_util.keystr(path[1:])}", one)
+    try:
+        jax.eval_shape(checked, shapes)
+    except ValueError as error:
+        if not problems.messages:
+            raise
+        problems.messages.append(str(error))
+    problems.raise_if_any()
     return _Call(operation, arrays, static, spec, checks.null_slot_value(problems, null_slot))
 
 

@@ -4,13 +4,23 @@ The default run is for a machine without an accelerator and stays on the CPU eve
 the compiled paths; Triton decides between its compiler and its interpreter once, when it is imported, hence here.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests import adapters
+# Annotations of these modules are executed in every test, by beartype, where it is installed. Not of those that a user
+# calls: what they say to an argument of another type is theirs, and tested. Nor of pytrees, which JAX fills with
+# placeholders.
+TYPED_MODULES = ("jax_impl.runs", "jax_impl.model.attention", "jax_impl.model.mixers")
+if all(importlib.util.find_spec(name) for name in ("jaxtyping", "beartype")):
+    from jaxtyping import install_import_hook
+
+    install_import_hook(list(TYPED_MODULES), "beartype.beartype")
+
+from tests import adapters  # noqa: E402  (its imports pass the hook)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -68,7 +68,9 @@ def test_lengths_that_a_commit_refuses() -> None:
         check_commit([0, 1], [1], spec=SPEC)
     with pytest.raises(ValueError, match=re.escape("at most max_requests = 5 requests, got 6.")):
         check_commit([0] * 6, [0] * 6, spec=SPEC)
-    with pytest.raises(ValueError, match="given together with `track_num_tokens`"):
+    with pytest.raises(
+        ValueError, match="`track_num_tokens`: expected given together with the other track argument, got None"
+    ):
         check_commit([0], [1], spec=SPEC, track_indices=[1])
 
 

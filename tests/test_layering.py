@@ -1,6 +1,7 @@
 """Imports go one way, Pallas has one importer, planning needs no framework, and the oracle shares no code."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,15 @@ def test_a_name_of_the_package_loads_its_framework_but_not_pallas() -> None:
     loaded = loaded_after(statement)
     assert "jax" in loaded
     assert not [name for name in loaded if "pallas" in name]
+
+
+def test_everything_plain_works_where_torch_and_pallas_are_missing() -> None:
+    """The script that `.ci/run` gives to an installed wheel and sdist, here on the checkout."""
+    command = [sys.executable, str(ROOT / "tests" / "installed.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("works without torch, a GPU and Pallas\n")
 
 
 def test_every_public_name_resolves() -> None:

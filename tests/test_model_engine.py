@@ -65,7 +65,7 @@ def test_an_add_that_raises_loses_nothing(
 
 
 def test_an_implementation_that_is_not_here_loses_nothing(model: Any) -> None:
-    made = engine(model, implementation="nothing")
+    made = engine(model, implementation="pallas")
     with pytest.raises(ValueError, match="implementation"):
         made.add(PROMPTS, 3)
     assert (made.free, made.requests) == (2, {})

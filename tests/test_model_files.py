@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import resource
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_impl.model import config as config_module
 from jax_impl.model import weights
 from jax_impl.model.config import MAX_FILE_BYTES, load_config, parse_config
 from jax_impl.model.tiny import TINY, tiny_model, write_tiny_checkpoint
@@ -221,6 +223,74 @@ def test_a_header_of_absurd_length_is_not_read(checkpoint: pathlib.Path, length:
     path = checkpoint / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     assert refused(checkpoint).startswith(f"`{path}`: expected a whole safetensors file, got ")
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("2^60 elements", {"shape": [2**60]}),
+        ("elements that overflow", {"shape": [2**40, 2**40]}),
+        ("a negative size", {"shape": [-1]}),
+        ("a size of 2^70", {"shape": [2**70]}),
+        ("an end beyond the file", {"data_offsets": [0, 2**62]}),
+        ("an end before the start", {"data_offsets": [8, 0]}),
+        ("a negative offset", {"data_offsets": [-8, 0]}),
+        ("no offsets", {"data_offsets": []}),
+        ("an unknown dtype", {"dtype": "PICKLE"}),
+        ("no shape", {"shape": None}),
+    ],
+)
+def test_a_header_that_lies(checkpoint: pathlib.Path, what: str, change: dict[str, Any]) -> None:
+    """The file is refused by name before memory is asked for: of terabytes there would be none."""
+    path = checkpoint / "model.safetensors"
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    header[NORM] |= change
+    lying = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(lying)) + lying + content[8 + length :])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert refused(checkpoint).startswith(f"`{path}`: expected a whole safetensors file, got "), what
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
+
+
+@pytest.mark.parametrize("header", [b"[" * 50_000, b'{"a":' * 50_000, b"{}", b'{"a": 1}', b"\xff" * 9, b"null"])
+def test_a_header_that_is_no_header(checkpoint: pathlib.Path, header: bytes) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert refused(checkpoint).startswith(f"`{path}`: expected ")
+
+
+def test_a_pickle_is_not_opened(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Neither under the name of a weights file nor under its own: nothing in a checkpoint runs."""
+    import pickle
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+            return pathlib.Path.touch, (tmp_path / "ran",)
+
+    for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        content = pickle.dumps(Payload())
+        (checkpoint / "model.safetensors").unlink(missing_ok=True)
+        (checkpoint / name).write_bytes(content)
+        assert "expected" in refused(checkpoint)
+    assert not (tmp_path / "ran").exists()
+    imported = {name for file in (weights, config_module) for name in vars(file) if name in ("pickle", "torch", "ast")}
+    assert not imported
+
+
+@pytest.mark.parametrize("depth", [10, 900, 100_000])
+def test_nested_json_where_a_number_belongs(checkpoint: pathlib.Path, depth: int) -> None:
+    """Refused by field, or as JSON that is too deep; the message stays short."""
+    raw = (
+        (checkpoint / "config.json")
+        .read_text()
+        .replace('"hidden_size": 48', f'"hidden_size": {"[" * depth}{"]" * depth}')
+    )
+    (checkpoint / "config.json").write_text(raw)
+    message = refused(checkpoint)
+    assert re.search(r"hidden_size`: expected an integer|expected JSON, got RecursionError", message)
+    assert len(message) < 400
 
 
 def test_no_weights_at_all(checkpoint: pathlib.Path) -> None:

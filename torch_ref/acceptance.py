@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_ref.checks import INT32, SHARED_DEVICE, IndexArray
-from torch_ref.layout import LARGEST, as_integer, mismatch, raise_mismatches
+from torch_ref.layout import LARGEST, as_integer, mismatch, raise_mismatches, shown
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def track_tokens_at_boundary(seq_lens: IndexArray, num_accepted_tokens: IndexArr
         wrong.append(mismatch("num_accepted_tokens", f"device {lengths.device}", accepted.device, SHARED_DEVICE))
     every = as_integer(interval)
     if every is None or not 1 <= every <= LARGEST:
-        wrong.append(mismatch("interval", "an integer from 1 to 2^31-1", repr(interval)))
+        wrong.append(mismatch("interval", "an integer from 1 to 2^31-1", shown(interval)))
     raise_mismatches(wrong)
     assert every is not None
     past = lengths % every  # tokens since the last multiple; small, so that no sum below leaves int64
@@ -128,7 +128,7 @@ def _integers(
     try:
         taken = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError):
-        wrong.append(mismatch(name, f"{axes}, an array of integers", repr(value)))
+        wrong.append(mismatch(name, f"{axes}, an array of integers", shown(value)))
         return torch.zeros(0, dtype=torch.int64, device=device)
     if taken.numel() == 0 and not isinstance(value, torch.Tensor):
         taken = taken.long()  # an empty list has no dtype of its own
@@ -138,4 +138,4 @@ def _integers(
         wrong.append(mismatch(name, "a signed integer dtype", taken.dtype, "-1 is the padding."))
     if taken.ndim != len(axes.split(",")):
         wrong.append(mismatch(name, axes, tuple(taken.shape)))
-    return taken.long()
+    return (taken.real if taken.dtype.is_complex else taken).long()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches
+from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches, shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,11 +40,22 @@ def allocate_conv_cache(spec: ConvCacheSpec, device: torch.device | str | int | 
     Returns:
       `ConvCache` with `spec.state_bytes` and `spec.windows_bytes` bytes.
 
+    Raises:
+      ValueError: `spec` is no `ConvCacheSpec`, or torch knows no such device.
+
     Example:
       >>> cache = allocate_conv_cache(ConvCacheSpec(2, 9, 3, conv_dim=5, width=4, num_draft_tokens=4))
       >>> cache.conv_windows.nbytes == cache.spec.windows_bytes == 2 * 3 * 6 * 5 * 2
       True
     """
+    wrong: list[str] = []
+    if not isinstance(spec, ConvCacheSpec):
+        wrong.append(mismatch("spec", "a torch_ref.ConvCacheSpec", type(spec).__name__))
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError, ValueError):
+        wrong.append(mismatch("device", "None or a device that torch has here", shown(device)))
+    raise_mismatches(wrong)
     dtype = getattr(torch, spec.dtype)
     return ConvCache(
         conv_state=torch.zeros(spec.state_shape, dtype=dtype, device=device),
@@ -77,9 +88,14 @@ def dense_view(conv_windows: torch.Tensor, *, spec: ConvCacheSpec) -> torch.Tens
       [[0, 1], [1, 2], [2, 3]]
     """
     wrong: list[str] = []
+    if not isinstance(spec, ConvCacheSpec):
+        wrong.append(mismatch("spec", "a torch_ref.ConvCacheSpec", type(spec).__name__))
+    if not isinstance(conv_windows, torch.Tensor) or conv_windows.layout != torch.strided:
+        wrong.append(mismatch("conv_windows", "a strided torch.Tensor", shown(conv_windows)))
+    raise_mismatches(wrong)
     if spec.storage != "sliding":
         hint = "A dense buffer is its own view." if spec.storage == "dense" else "The buffer lacks the state's columns."
-        wrong.append(mismatch("spec.storage", "'sliding'", repr(spec.storage), hint))
+        wrong.append(mismatch("spec.storage", "'sliding'", shown(spec.storage), hint))
     elif tuple(conv_windows.shape) not in (spec.windows_shape, spec.windows_shape[1:]):
         wrong.append(mismatch("conv_windows", f"{spec.windows_axes} = {spec.windows_shape}", tuple(conv_windows.shape)))
     raise_mismatches(wrong)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from torch_ref import reference
-from torch_ref.layout import ConvCacheSpec, as_integer, mismatch, raise_mismatches
+from torch_ref.layout import ConvCacheSpec, as_integer, mismatch, raise_mismatches, shown
 
 IndexArray: TypeAlias = Any  # an integer tensor, a NumPy array or a list of integers, [B]
 Implementation: TypeAlias = Literal["eager", "triton"] | None
@@ -21,6 +21,11 @@ Activation: TypeAlias = Literal["silu"] | None
 FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 SHARED_DEVICE = "All tensors of a call share a device."
 INT32 = torch.iinfo(torch.int32)
+
+
+def is_strided(value: Any) -> bool:
+    """Whether `value` is a tensor with a place in memory for every element, which a sparse one has not."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 class Indices:
@@ -64,6 +69,9 @@ class Indices:
         if value is None:
             return None
         if isinstance(value, torch.Tensor):
+            if not is_strided(value):
+                self.wrong.append(mismatch(name, "a strided torch.Tensor", value.layout))
+                return None
             if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
                 self.wrong.append(mismatch(name, "an integer dtype", value.dtype))
                 return None
@@ -78,12 +86,15 @@ class Indices:
             return torch.tensor(clipped, dtype=torch.int32, device=self.device)
         except (TypeError, ValueError):
             expected = "a list of as many integers for each request" if nested else "a flat list of integers"
-            self.wrong.append(mismatch(name, expected, repr(value)))
+            self.wrong.append(mismatch(name, expected, shown(value)))
             return None
 
     def flags(self, name: str, value: Any) -> torch.Tensor:
         """A bool array; None is all False."""
         if value is None:
+            return torch.zeros(self.num_requests or 0, dtype=torch.bool, device=self.device)
+        if isinstance(value, torch.Tensor) and not is_strided(value):
+            self.wrong.append(mismatch(name, "a strided torch.Tensor", value.layout))
             return torch.zeros(self.num_requests or 0, dtype=torch.bool, device=self.device)
         if isinstance(value, torch.Tensor):
             taken = value
@@ -92,7 +103,7 @@ class Indices:
             try:
                 taken = torch.tensor(value.tolist() if hasattr(value, "tolist") else value, device=self.device)
             except (TypeError, ValueError, RuntimeError):
-                self.wrong.append(mismatch(name, "a flat list of bools", repr(value)))
+                self.wrong.append(mismatch(name, "a flat list of bools", shown(value)))
                 return torch.zeros(self.num_requests or 0, dtype=torch.bool, device=self.device)
             taken = taken.bool() if taken.numel() == 0 else taken
         if taken.dtype != torch.bool:
@@ -137,8 +148,9 @@ class Call(Indices):
     def leaf(self, name: str, tensor: Any, shape: tuple[int, ...], axes: str) -> torch.Tensor:
         """A pool or buffer, stacked or one layer's, with a layer axis."""
         name = self.called(name)
-        if not isinstance(tensor, torch.Tensor):
-            self.wrong.append(mismatch(name, "a torch.Tensor", type(tensor).__name__))
+        if not is_strided(tensor):
+            got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            self.wrong.append(mismatch(name, "a torch.Tensor", got))
             return torch.empty(0)
         if tensor.dtype != getattr(torch, self.spec.dtype):
             hint = "Nothing is cast silently; the pool and its buffer share spec.dtype."
@@ -153,7 +165,7 @@ class Call(Indices):
 
     def check_written(self, name: str, tensor: Any, *, written: bool = True) -> None:
         """Layer and slot strides are free, the entry is contiguous, and no two elements share memory."""
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+        if not is_strided(tensor) or tensor.ndim < 2 or tensor.numel() == 0:
             return
         name = self.called(name)
         (rows, row_stride), (items, item_stride) = zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True)
@@ -214,8 +226,9 @@ class Call(Indices):
         self.common |= {"weight": taps, "bias": bias, "slots": slots}
 
     def _float(self, name: str, tensor: Any) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):
-            self.wrong.append(mismatch(name, "a torch.Tensor", type(tensor).__name__))
+        if not is_strided(tensor):
+            got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            self.wrong.append(mismatch(name, "a torch.Tensor", got))
             return torch.empty(0)
         if tensor.dtype not in FLOATS:
             self.wrong.append(mismatch(name, f"dtype {', '.join(FLOATS.values())}", tensor.dtype))
@@ -231,7 +244,7 @@ class Call(Indices):
         inside = f"an index from 0 to {self.spec.num_layers - 1}"
         if not self.is_stacked:
             if layer is not None:
-                self.wrong.append(mismatch("layer", "None for one layer's tensors", repr(layer)))
+                self.wrong.append(mismatch("layer", "None for one layer's tensors", shown(layer)))
         elif isinstance(layer, torch.Tensor):
             is_integer = not (layer.dtype.is_floating_point or layer.dtype.is_complex or layer.dtype == torch.bool)
             if not is_integer or layer.numel() != 1:
@@ -242,17 +255,17 @@ class Call(Indices):
         else:
             index = as_integer(layer)
             if index is None or not 0 <= index < self.spec.num_layers:
-                self.wrong.append(mismatch("layer", f"{inside} for stacked tensors", repr(layer)))
+                self.wrong.append(mismatch("layer", f"{inside} for stacked tensors", shown(layer)))
             else:
                 self.state = self.state[index : index + 1]
-                self.windows = self.windows[index : index + 1]
+                self.windows = self.windows[index : index + 1] if self.windows.ndim else self.windows
                 self.previous = None if self.previous is None else self.previous[index : index + 1]
 
     def take_options(self, null_slot: Any, activation: Any) -> None:
         """The static choices."""
         check_null_slot(null_slot, self.wrong)
-        if activation not in ("silu", None):
-            self.wrong.append(mismatch("activation", "'silu' or None", repr(activation)))
+        if activation is not None and not (isinstance(activation, str) and activation == "silu"):
+            self.wrong.append(mismatch("activation", "'silu' or None", shown(activation)))
         self.common |= {"null_slot": as_integer(null_slot), "silu": activation == "silu"}
 
     def take_rows(self, window_rows: IndexArray | None) -> torch.Tensor | None:
@@ -315,7 +328,7 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
 def check_null_slot(null_slot: Any, wrong: list[str]) -> None:
     """A null slot is static."""
     if null_slot is not None and (isinstance(null_slot, torch.Tensor) or as_integer(null_slot) is None):
-        wrong.append(mismatch("null_slot", "a Python integer or None", repr(null_slot)))
+        wrong.append(mismatch("null_slot", "a Python integer or None", shown(null_slot)))
 
 
 def check_rows(num_requests: int | None, num_rows: int, rows_called: str, wrong: list[str]) -> None:
@@ -374,11 +387,11 @@ def choose_backend(implementation: Any, device: torch.device, wrong: list[str]) 
     name = implementation
     if implementation is None:
         name = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "eager"
-    elif implementation not in ("eager", "triton"):
-        wrong.append(mismatch("implementation", "None, 'eager' or 'triton'", repr(implementation)))
+    elif not isinstance(implementation, str) or implementation not in ("eager", "triton"):
+        wrong.append(mismatch("implementation", "None, 'eager' or 'triton'", shown(implementation)))
     elif implementation == "triton" and importlib.util.find_spec("triton") is None:
-        wrong.append(mismatch("implementation", "'eager' where triton is not installed", repr(implementation)))
-    if name != "triton" or wrong:
+        wrong.append(mismatch("implementation", "'eager' where triton is not installed", shown(implementation)))
+    if wrong or name != "triton":
         raise_mismatches(wrong)
         return reference
     from torch_ref import kernels

@@ -38,11 +38,12 @@ from torch_ref.checks import (
     check_null_slot,
     check_rows,
     choose_backend,
+    is_strided,
     leaves_of,
     memory_range,
     shares_memory,
 )
-from torch_ref.layout import LARGEST, ConvCacheSpec, as_integer, mismatch
+from torch_ref.layout import LARGEST, ConvCacheSpec, as_integer, mismatch, shown
 
 Cache = TypeVar("Cache")
 
@@ -101,7 +102,7 @@ def commit_conv_state(
         )
     ]
     if not groups and not wrong:
-        wrong.append(mismatch("conv_state", "at least one tensor", repr(conv_state)))
+        wrong.append(mismatch("conv_state", "at least one tensor", shown(conv_state)))
     indices = _Given(
         state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
         accepted_path,
@@ -154,12 +155,14 @@ def commit_recurrent_state(
     """
     wrong: list[str] = []
     names = ("state", "step_states")
+    if not isinstance(layer_axis, bool):
+        raise ValueError(mismatch("layer_axis", "True or False", shown(layer_axis)))
     groups = [
-        _recurrent_group((f"state{path}", f"step_states{path}"), (held, steps), wrong, layer_axis=bool(layer_axis))
+        _recurrent_group((f"state{path}", f"step_states{path}"), (held, steps), wrong, layer_axis=layer_axis)
         for path, held, steps, _ in leaves_of(names, (state, step_states), wrong)
     ]
     if not groups and not wrong:
-        wrong.append(mismatch("state", "at least one tensor", repr(state)))
+        wrong.append(mismatch("state", "at least one tensor", shown(state)))
     indices = _Given(
         state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
         accepted_path,
@@ -220,7 +223,7 @@ def commit_after_verify(
     ]
     groups = [_conv_group(call, one.conv_state, one.conv_windows) for call, one in calls]
     if not groups and not wrong:
-        wrong.append(mismatch(place, "at least one ConvCache", repr(conv)))
+        wrong.append(mismatch(place, "at least one ConvCache", shown(conv)))
     for field in ("num_slots", "num_draft_tokens"):
         sizes = sorted({getattr(call.spec, field) for call, _ in calls})
         if len(sizes) > 1:
@@ -318,8 +321,9 @@ def _recurrent_group(
     (name, steps_name), (state, steps) = names, pair
     group = _Group(name, state, steps)
     for called, tensor in zip(names, pair, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            wrong.append(mismatch(called, "a torch.Tensor", type(tensor).__name__))
+        if not is_strided(tensor):
+            got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            wrong.append(mismatch(called, "a torch.Tensor", got))
     if len(wrong) > before:
         return group
     if state.dtype not in FLOATS:

@@ -40,6 +40,18 @@ def mismatch(name: str, expected: str, got: object, hint: str = "") -> str:
     return f"{line} {hint}" if hint else line
 
 
+def shown(value: Any) -> str:
+    """What was given in the place of something else, on one short line: a tensor or array as its dtype and shape.
+
+    >>> shown("half"), shown([2] * 99)[-6:]
+    ("'half'", ', 2...')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
+        return f"a {value.dtype} array of shape {tuple(value.shape)}"
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else line[:77] + "..."
+
+
 def raise_mismatches(wrong: Sequence[str]) -> None:
     """Raises one `ValueError` with every line of `wrong`; does nothing when there is none."""
     if wrong:
@@ -112,20 +124,20 @@ class ConvCacheSpec:
         for name, low in (*sizes, ("num_draft_tokens", 1)):
             size = as_integer(getattr(self, name))
             if size is None:
-                wrong.append(mismatch(name, "an integer", repr(getattr(self, name))))
+                wrong.append(mismatch(name, "an integer", shown(getattr(self, name))))
             elif not low <= size <= LARGEST:
                 wrong.append(mismatch(name, f"an integer from {low} to 2^31-1", size))
             else:
                 self._set(name, size)
-        self._set("dtype", _name_of(self.dtype))
+        self._set("dtype", _name_of(self.dtype) if not hasattr(self.dtype, "device") else shown(self.dtype))
         choices = (
             ("dtype", tuple(BYTES_PER_ITEM)),
             ("axis_order", ("time_major", "channel_major")),
             ("storage", STORAGES),
         )
         for name, allowed in choices:
-            if getattr(self, name) not in allowed:
-                wrong.append(mismatch(name, f"one of {', '.join(allowed)}", repr(getattr(self, name))))
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
+                wrong.append(mismatch(name, f"one of {', '.join(allowed)}", shown(getattr(self, name))))
         if not any(line.startswith("`width`") for line in wrong):
             self._resolve_state_len(wrong)
         raise_mismatches(wrong)
@@ -139,7 +151,7 @@ class ConvCacheSpec:
             return
         columns = as_integer(self.state_len)
         if columns is None:
-            wrong.append(mismatch("state_len", "an integer", repr(self.state_len)))
+            wrong.append(mismatch("state_len", "an integer", shown(self.state_len)))
         elif columns not in (self.width - 1, self.width):
             wrong.append(mismatch("state_len", f"width - 1 = {self.width - 1} or width = {self.width}", columns))
         else:
@@ -277,23 +289,33 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       >>> use_storage(1), use_storage(2), use_storage(2, parents=[-1, 0, 1]), use_storage(1, parents=[-1, 0, 0, 1])
       ('sliding', 'dense', 'sliding', 'dense')
     """
-    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-        raise_mismatches([mismatch("topk", "an integer of at least 1", repr(topk))])
+    drafts = as_integer(topk)
+    wrong = []
+    if drafts is None or drafts < 1:
+        wrong.append(mismatch("topk", "an integer of at least 1", shown(topk)))
     if parents is None:
-        return "sliding" if topk == 1 else "dense"
-    links = parents.tolist() if hasattr(parents, "tolist") else list(parents)
-    chains = links if links and hasattr(links[0], "__iter__") else [links]
+        raise_mismatches(wrong)
+        return "sliding" if drafts == 1 else "dense"
+    try:
+        links: Any = parents.tolist() if hasattr(parents, "tolist") else parents
+    except RuntimeError:  # a tensor without values on the host's side: on device meta, or sparse
+        links = None
+    chains: Any = links if isinstance(links, (list, tuple)) and links and hasattr(links[0], "__iter__") else [links]
     is_chain = True
-    for request, chain in enumerate(chains):
+    for request, links_of_one in enumerate(chains):
+        chain: Any = links_of_one.tolist() if hasattr(links_of_one, "tolist") else links_of_one
+        if not isinstance(chain, (list, tuple, range)):
+            raise_mismatches([*wrong, mismatch("parents", "[token] or [request, token]", shown(parents))])
         for token, parent in enumerate(chain):
             index = as_integer(parent)
             if index is None or not -1 <= index < token:
-                _refuse_link(request, token, parent)
+                _refuse_link(request, token, parent, wrong)
             is_chain &= index == token - 1
+    raise_mismatches(wrong)
     return "sliding" if is_chain else "dense"
 
 
-def _refuse_link(request: int, token: int, parent: Any) -> NoReturn:
+def _refuse_link(request: int, token: int, parent: Any, wrong: list[str]) -> NoReturn:
     expected = f"an index from -1 to {token - 1} for token {token} of request {request}"
     hint = "A parent comes before its child; -1 is the committed state."
-    raise ValueError(mismatch("parents", expected, repr(parent), hint))
+    raise ValueError("\n".join([*wrong, mismatch("parents", expected, shown(parent), hint)]))

@@ -23,7 +23,7 @@ from torch_ref.checks import (
     choose_backend,
     memory_range,
 )
-from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches
+from torch_ref.layout import ConvCacheSpec, mismatch, raise_mismatches, shown
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def causal_conv1d_prefill(
     wrong: list[str] = []
     call = Call(spec, conv_state, wrong)
     call.check_written("conv_state", conv_state)
-    num_tokens = x.shape[1] if isinstance(x, torch.Tensor) and x.ndim == 3 else 0
+    num_tokens = x.shape[1] if isinstance(x, torch.Tensor) and x.ndim == 3 else 1
     if isinstance(x, torch.Tensor) and x.ndim == 3 and num_tokens == 0:
         wrong.append(mismatch("x", "at least one token", tuple(x.shape)))
     call.take_inputs(x, weight, bias, ("token", num_tokens), state_indices)
@@ -252,8 +252,8 @@ def causal_conv1d_prefill(
     if counts is None:
         counts = torch.full_like(call.common["slots"], num_tokens)
     continues = call.flags("has_initial_state", has_initial_state)
-    if implementation not in (None, "eager"):
-        wrong.append(mismatch("implementation", "None or 'eager'", repr(implementation), "Prefill has no kernel."))
+    if implementation is not None and not (isinstance(implementation, str) and implementation == "eager"):
+        wrong.append(mismatch("implementation", "None or 'eager'", shown(implementation), "Prefill has no kernel."))
     raise_mismatches(wrong)
     y = reference.prefill(call.x, call.state, **call.common, lengths=counts, continues=continues)
     return y, conv_state

@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
 DTYPES = ("float32", "bfloat16")
 MAX_CACHE_BYTES = 64 * 2**30  # so that a slip of a digit does not take the machine down
 MAX_BATCH_BYTES = 256 * 2**20
+MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times a large one
 LEN_MULTIPLE = 64
 BATCH_FIELDS = ("prompt", "prompt_ids", "max_new_tokens", "id")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -197,7 +198,8 @@ class _Tokenizer:
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             try:
-                content = self._path.read_bytes()
+                with self._path.open("rb") as file:
+                    content = file.read(MAX_TOKENIZER_BYTES + 1)
             except FileNotFoundError:  # so is the tiny checkpoint's, which is gone by now and has none
                 raise CliError(
                     f"text needs a tokenizer.json in the checkpoint, which {self._model} does not have. "
@@ -205,6 +207,8 @@ class _Tokenizer:
                 ) from None
             except OSError as error:
                 raise CliError(f"tokenizer.json of {self._model}: {error.strerror}.") from None
+            if len(content) > MAX_TOKENIZER_BYTES:
+                raise CliError(f"tokenizer.json of {self._model}: expected at most {MAX_TOKENIZER_BYTES:,} bytes.")
             try:
                 from tokenizers import Tokenizer
             except ImportError:

@@ -9,6 +9,7 @@ One jitted step with a donated state does everything that a step is:
 
 Of a tree of drafts the accepted ones are a path: from the root, the last token, to the child that is the argmax behind
 its parent, as long as there is one. The path says what is committed, and its keys and values are moved together.
+Where logits are NaN nothing is accepted, so that nothing has to be undone: states only move by accepted tokens.
 
 A slot's states hold all tokens of its history but the last. The step stops a sequence at a stop token or at its budget
 by itself, so that many steps can be launched without waiting for one; between steps requests join and leave.
@@ -26,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.checks import Implementation
-from jax_impl.layout import AxisOrder, ConvCacheSpec, Problems, Storage
+from jax_impl.checks import Implementation, implementation_name
+from jax_impl.layout import AxisOrder, ConvCacheSpec, Problems, Storage, as_integer, shown
 from jax_impl.model import attention, hybrid
 from jax_impl.model.config import ModelConfig
 from jax_impl.model.drafters import CorruptedReplay, Drafter, PromptLookup
@@ -38,6 +39,10 @@ from jax_impl.rollback import commit_after_verify
 Prompts = Sequence[Sequence[SupportsIndex]]
 Budgets = SupportsIndex | Iterable[SupportsIndex]
 SHORTEST_PREFILL = 32  # prompts are padded to a power of two of at least this many tokens, so that programs are few
+
+
+class NotANumberError(RuntimeError):
+    """The model gave NaN instead of logits. The requests concerned are where they were, and so are all others."""
 
 
 class OutOfSlotsError(RuntimeError):
@@ -122,13 +127,13 @@ def verify_step(
         parameters, config, state.cache, block, verified, lengths - 1, slots, parents=parents,
         implementation=implementation,
     )  # fmt: skip
-    greedy = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
+    greedy, is_number = _greedy(hybrid.logits_of(parameters, hidden))
     is_stop = _is_stop(greedy, stop_token_ids)
     path = None
     if parents is None:
-        accepted = _accept(block, greedy, verified, is_stop)
+        accepted = _accept(block, greedy, is_number, verified, is_stop)
     else:
-        path = _accept_path(block, greedy, verified, is_stop, parents)
+        path = _accept_path(block, greedy, is_number, verified, is_stop, parents)
         accepted = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
         greedy, is_stop = (
             jnp.take_along_axis(of, jnp.maximum(path, 0), axis=1, mode="promise_in_bounds") for of in (greedy, is_stop)
@@ -159,17 +164,33 @@ def verify_step(
     return state, StepResult(jnp.where(new, greedy, -1), accepted, verified, path, is_tree)
 
 
-def _accept(block: jax.Array, greedy: jax.Array, verified: jax.Array, is_stop: jax.Array) -> jax.Array:
-    """n of each row; nothing is accepted behind a stop token."""
-    agrees = (block[:, 1:] == greedy[:, :-1]) & ~is_stop[:, :-1]
-    accepted = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit's token int32 `[...]`, and whether all logits behind it are numbers."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), ~jnp.isnan(jnp.max(logits, axis=-1))
+
+
+def _accept(
+    block: jax.Array, greedy: jax.Array, is_number: jax.Array, verified: jax.Array, is_stop: jax.Array
+) -> jax.Array:
+    """n of each row.
+
+    Nothing is accepted behind a stop token, nor from the first token on that comes of NaN logits.
+    """
+    follows = (block[:, 1:] == greedy[:, :-1]) & ~is_stop[:, :-1] & is_number[:, 1:]
+    run = jnp.concatenate([is_number[:, :1], follows], axis=1).astype(jnp.int32)
+    accepted = jnp.sum(jnp.cumprod(run, axis=1), axis=1, dtype=jnp.int32)
     return jnp.minimum(accepted, verified)
 
 
 def _accept_path(
-    block: jax.Array, greedy: jax.Array, verified: jax.Array, is_stop: jax.Array, parents: jax.Array
+    block: jax.Array,
+    greedy: jax.Array,
+    is_number: jax.Array,
+    verified: jax.Array,
+    is_stop: jax.Array,
+    parents: jax.Array,
 ) -> jax.Array:
-    """The accepted nodes `[R, D]` of each row's tree, from the root on, then -1; none behind a stop token.
+    """The accepted nodes `[R, D]` of each tree, from the root on, then -1; none behind a stop token or NaN logits.
 
     A node agrees when its token is the argmax behind its parent, and no earlier child of that parent has it too; it is
     accepted when all of its ancestors agree. So accepted nodes are one path, in the order of the block.
@@ -180,7 +201,7 @@ def _accept_path(
     told, ends = (jnp.take_along_axis(of, parent, axis=1, mode="promise_in_bounds") for of in (greedy, is_stop))
     are_twins = (parents[:, :, None] == parents[:, None, :]) & (block[:, :, None] == block[:, None, :])
     is_second = jnp.any(are_twins & (node[:, None] > node[None, :])[None], axis=2)
-    agrees = (node == 0)[None, :] | (block == told) & ~ends & ~is_second
+    agrees = is_number & ((node == 0)[None, :] | (block == told) & ~ends & ~is_second)
     accepted = jnp.all(agrees[:, None, :] | ~attention.ancestors(parents), axis=2) & is_valid
     place = jnp.cumsum(accepted, axis=1, dtype=jnp.int32) - 1
     is_there = accepted[:, None, :] & (place[:, None, :] == node[None, :, None])  # row, place on the path, node
@@ -223,7 +244,7 @@ def prefill_step(
     stop_token_ids: tuple[int, ...] = (),
     implementation: Implementation | None = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """Runs prompts int32 `[B, T]` into their slots and samples each one's first token, int32 `[B]`.
+    """Runs prompts int32 `[B, T]` into their slots and samples each one's first token, int32 `[B]`; -1 of NaN logits.
 
     Everything of the slots is replaced. A row with length 0 and slot -1 is padding.
     """
@@ -232,7 +253,8 @@ def prefill_step(
     )
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
-    first = jnp.argmax(hybrid.logits_of(parameters, hidden), axis=-1).astype(jnp.int32)
+    first, is_number = _greedy(hybrid.logits_of(parameters, hidden))
+    first = jnp.where(is_number, first, -1)
     stopped = _is_stop(first, stop_token_ids)
     count, max_len = state.history.shape
     position = jnp.arange(max_len, dtype=jnp.int32)[None, :]
@@ -432,12 +454,7 @@ class Engine:
         implementation: Implementation | None = None,
     ) -> None:
         num_slots = max_requests if num_slots is None else num_slots
-        problems = Problems()
-        if not 2 <= max_len <= config.max_positions:
-            problems.add("max_len", f"2 to the model's {config.max_positions} positions", max_len)
-        if max_requests < 1:
-            problems.add("max_requests", "at least 1", max_requests)
-        problems.raise_if_any()
+        _check_engine(config, parameters, max_requests, max_len, stop_token_ids, drafter, implementation)
         self.config, self.parameters, self.max_len = config, parameters, max_len
         self.drafter: Drafter = PromptLookup() if drafter is None else drafter
         stop_token_ids = config.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -456,6 +473,7 @@ class Engine:
         self._rows = list(range(max_requests))
         self._free_slots = collections.deque(range(num_slots))  # oldest first, so that slots and rows drift apart
         self._slots_of_rows = jnp.full((max_requests,), -1, jnp.int32)
+        self._unfinished: tuple[StepResult, list[Request]] | None = None  # a step that was launched and not collected
         self._next_identity = 0
 
     @property
@@ -466,6 +484,9 @@ class Engine:
     def check_request(self, prompt: Sequence[SupportsIndex], max_new_tokens: SupportsIndex) -> None:
         """Raises `ValueError` for a request that can never be served."""
         problems = Problems()
+        if isinstance(prompt, str) or not isinstance(prompt, Iterable) or not hasattr(prompt, "__len__"):
+            problems.add("prompt", "tokens, as integers", shown(prompt))
+            problems.raise_if_any()
         numbers, budget = [_integer(token) for token in prompt], _integer(max_new_tokens)
         known = range(self.config.vocab_size)
         bad = [token for token, number in zip(prompt, numbers, strict=True) if number is None or number not in known]
@@ -484,6 +505,8 @@ class Engine:
 
     def _checked(self, prompts: Prompts, max_new_tokens: Budgets) -> tuple[list[tuple[int, ...]], list[int]]:
         """Prompts and the budget of each, as Python's integers, or `ValueError`."""
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not hasattr(prompts, "__len__"):
+            raise ValueError(f"`prompts`: expected a list of prompts, got {shown(prompts)}.")
         budgets: list[Any] = [max_new_tokens] * len(prompts)
         if isinstance(max_new_tokens, Iterable) and _integer(max_new_tokens) is None:  # an array without axes is one
             budgets = list(max_new_tokens)
@@ -512,6 +535,7 @@ class Engine:
 
         Raises:
           OutOfSlotsError: there are fewer free slots or rows than prompts; no request joined.
+          NotANumberError: the model gave NaN logits for a prompt.
           ValueError: a prompt is empty, has tokens that the model does not know or that are no integers, or does not
             fit `max_len`.
         """
@@ -530,6 +554,9 @@ class Engine:
                 for index, (prompt, budget) in enumerate(zip(checked, budgets, strict=True))
             ]
             sampled = self._run_prompts(joined)
+            if min(sampled) < 0:
+                bad = [index for index, token in enumerate(sampled) if token < 0]
+                raise NotANumberError(f"`prompts`: expected logits that are numbers, got NaN for prompts {bad}.")
         except BaseException as error:  # an interrupt during the compilation too
             self._rows, self._free_slots = rows, free_slots
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
@@ -556,9 +583,23 @@ class Engine:
         self.drafter = self.drafter.remember(request.slot, [*request.prompt, *tokens])
 
     def step(self) -> list[Progress]:
-        """One step of all requests: their new tokens. A request that is finished by it has left."""
+        """One step of all requests: their new tokens. A request that is finished by it has left.
+
+        When it is interrupted, or fails, before its tokens are here, the next call goes on where it was: it waits for
+        the step that runs, or launches it again.
+
+        Raises:
+          NotANumberError: logits of some requests are NaN. These have not moved and still run, so that the step may be
+            repeated for them; what the others got is in their `tokens`.
+          RuntimeError: a step that failed while it ran has taken the engine's state with it.
+        """
         start = time.perf_counter()
-        progress = self.collect(self.launch())
+        if self._unfinished is None:
+            self._unfinished = self.launch(), list(self.requests.values())
+        result, running = self._unfinished
+        fetched: StepResult = jax.device_get(result)
+        self._unfinished = None
+        progress = self._hand_out(fetched, running)
         self.statistics.seconds += time.perf_counter() - start
         return progress
 
@@ -569,6 +610,7 @@ class Engine:
 
     def launch(self) -> StepResult:
         """Starts a step and does not wait for it; `collect` its result, in order, before requests join or leave."""
+        self._check_state()
         self.state, result = verify_step(
             self.parameters, self.state, self.drafter, self._slots_of_rows, config=self.config,
             stop_token_ids=self.stop_token_ids, implementation=self.implementation,
@@ -577,11 +619,29 @@ class Engine:
 
     def collect(self, result: StepResult) -> list[Progress]:
         """Waits for a launched step and hands out its tokens."""
-        tokens, accepted, *counts = jax.device_get(result)
+        return self._hand_out(jax.device_get(result), list(self.requests.values()))
+
+    def _hand_out(self, fetched: StepResult, running: list[Request]) -> list[Progress]:
+        """Gives the requests that were in a step their tokens; one that has left since gets none."""
+        tokens, accepted, *counts = fetched
         self.statistics.add(accepted.tolist(), *(array.tolist() for array in counts))
-        running = list(self.requests.values())
-        assert all(accepted[request.row] > 0 for request in running), "a step accepts a token of every request"
-        return [self._receive(request, tokens[request.row, : accepted[request.row]].tolist()) for request in running]
+        here = [request for request in running if request.identity in self.requests]
+        moved = [request for request in here if accepted[request.row] > 0]
+        progress = [self._receive(request, tokens[request.row, : accepted[request.row]].tolist()) for request in moved]
+        stuck = [request.identity for request in here if accepted[request.row] == 0]
+        if stuck:  # a step accepts a token of every request
+            raise NotANumberError(
+                f"`parameters`: expected logits that are numbers, got NaN for requests {stuck}. "
+                "They are where they were before the step: repeat it, or make them leave."
+            )
+        return progress
+
+    def _check_state(self) -> None:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            raise RuntimeError(
+                "`state`: expected the arrays of the engine, got deleted ones. A step that failed while it ran took "
+                "them along: make a new engine, and add its requests with what they have generated behind the prompts."
+            )
 
     def leave(self, request: Request) -> None:
         """A request leaves, finished or not; its slot and row are free for others."""
@@ -621,8 +681,9 @@ class Engine:
 
     def generate(self, prompts: Prompts, max_new_tokens: Budgets) -> list[list[int]]:
         """The generated tokens of each prompt."""
-        generated: list[list[int]] = [[] for _ in prompts]
-        for index, new in self.stream(prompts, max_new_tokens):
+        checked, budgets = self._checked(prompts, max_new_tokens)
+        generated: list[list[int]] = [[] for _ in checked]
+        for index, new in self.stream(checked, budgets):
             generated[index].extend(new.tokens)
         return generated
 
@@ -653,6 +714,36 @@ class Engine:
         for request in self.requests.values():
             slots[request.row] = request.slot
         self._slots_of_rows = jnp.asarray(slots)
+
+
+def _check_engine(
+    config: Any,
+    parameters: Any,
+    max_requests: Any,
+    max_len: Any,
+    stop_token_ids: Any,
+    drafter: Any,
+    implementation: Any,
+) -> None:
+    """Raises for arguments of an engine; those of its cache are checked with the cache."""
+    problems = Problems()
+    for name, value, of in (("config", config, ModelConfig), ("parameters", parameters, Parameters)):
+        if not isinstance(value, of):
+            problems.add(name, f"a {of.__name__}", type(value).__name__)
+    problems.raise_if_any()
+    length, requests = as_integer(max_len), as_integer(max_requests)
+    if length is None or not 2 <= length <= config.max_positions:
+        problems.add("max_len", f"2 to the model's {config.max_positions} positions", shown(max_len))
+    if requests is None or requests < 1:
+        problems.add("max_requests", "an integer of at least 1", shown(max_requests))
+    if stop_token_ids is not None and (
+        not isinstance(stop_token_ids, Iterable) or any(as_integer(token) is None for token in stop_token_ids)
+    ):
+        problems.add("stop_token_ids", "None or integers", shown(stop_token_ids))
+    if drafter is not None and not callable(getattr(drafter, "propose", None)):
+        problems.add("drafter", "None or a Drafter", shown(drafter))
+    implementation_name(problems, implementation)
+    problems.raise_if_any()
 
 
 def _integer(value: object) -> int | None:

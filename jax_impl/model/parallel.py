@@ -211,6 +211,7 @@ class MeshEngine(Engine):
 
     def launch(self) -> StepResult:
         """Starts a step on all ranks."""
+        self._check_state()
         self.state, result = self._mesh_verify(self.parameters, self.state, self._slots_of_rows)
         return result
 
