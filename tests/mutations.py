@@ -36,6 +36,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
     "layout": ("tests/test_layout.py",),
     # the interpreter keeps an input as it was whatever a kernel stores to it; on a card, and to the lint, it shows
     "lint": ("tests/test_kernel_lint.py", "-k", "kernels_read"),
+    "pairs": ("tests/test_verify.py", "-k", "two_requests"),
     "rollback": ("tests/test_rollback.py", "-k", "accepted_from_index"),
     "slots": ("tests/test_sharding.py", "-k", "of_one_rank or past_32_bits or global_number"),
 }
