@@ -200,7 +200,8 @@ def causal_conv1d_verify(
       ValueError: one message with every shape, dtype and option that does not fit.
 
     Assumes:
-      Live requests of one call name different rows; where the slots are moved on, also different slots.
+      Live requests of one call name different rows; where the slots are moved on, also different slots. A request that
+      resumes is committed before a step of which no token may count: its row no longer has the state before the step.
 
     Moves:
       B * (K-1 + D) columns read, B * (D + D+S-1) columns written; with storage "inputs" B * 2D written, B * D where x

@@ -297,22 +297,15 @@ def compile_steps(
 
     from jax_impl import causal_conv1d_prefill, causal_conv1d_update, causal_conv1d_verify, commit_conv_state
 
-    common: dict[str, Any] = {"spec": spec, "null_slot": NULL_SLOT, "activation": preset.activation}
+    skipping: dict[str, Any] = {"spec": spec, "null_slot": NULL_SLOT, "implementation": implementation}
+    common: dict[str, Any] = skipping | {"activation": preset.activation}
     parameters = (jnp.arange(spec.num_layers), jnp.asarray(weight), None if bias is None else jnp.asarray(bias))
 
     def prefill(conv_state, x, slots, lengths):
         def layer_step(conv_state, per_layer):
             x, (layer, weight, bias) = per_layer
             y, conv_state = causal_conv1d_prefill(
-                x,
-                conv_state,
-                weight,
-                bias,
-                state_indices=slots,
-                lengths=lengths,
-                layer=layer,
-                implementation=implementation,
-                **common,
+                x, conv_state, weight, bias, state_indices=slots, lengths=lengths, layer=layer, **common
             )
             return conv_state, y
 
@@ -332,7 +325,6 @@ def compile_steps(
                 layer=layer,
                 window_rows=rows,
                 num_valid_tokens=valid,
-                implementation=implementation,
                 **common,
             )
             return conv_windows, y
@@ -343,11 +335,9 @@ def compile_steps(
             conv_windows,
             slots,
             accepted,
-            spec=spec,
             window_rows=rows,
             num_valid_tokens=valid,
-            null_slot=NULL_SLOT,
-            implementation=implementation,
+            **skipping,
         )
         return y, conv_state, conv_windows
 
@@ -359,14 +349,7 @@ def compile_steps(
                 index, x = token
                 alive = jnp.where(index < counts, slots, -1)
                 y, conv_state = causal_conv1d_update(
-                    x,
-                    conv_state,
-                    weight,
-                    bias,
-                    state_indices=alive,
-                    layer=layer,
-                    implementation=implementation,
-                    **common,
+                    x, conv_state, weight, bias, state_indices=alive, layer=layer, **common
                 )
                 return conv_state, y
 

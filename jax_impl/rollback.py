@@ -94,11 +94,7 @@ def commit_after_verify(
     """
     problems = Problems()
     hybrid = cache if isinstance(cache, HybridCache) else HybridCache(cache)
-    caches, structure = jax.tree.flatten(hybrid.conv, is_leaf=lambda one: isinstance(one, ConvCache))
-    strangers = [type(one).__name__ for one in caches if not isinstance(one, ConvCache)]
-    if strangers or not caches:
-        problems.add("cache", "a ConvCache, a pytree of them or a HybridCache", ", ".join(strangers) or "no ConvCache")
-        problems.raise_if_any()
+    caches, structure = _conv_caches(problems, hybrid.conv)
     call, rows, batch = check_indices(
         problems,
         state_indices,
@@ -116,10 +112,7 @@ def commit_after_verify(
         structure.unflatten([getattr(one, field) for one in caches]) for field in ("conv_state", "conv_windows", "spec")
     )
     owner = "cache.conv" if isinstance(cache, HybridCache) else "cache"
-    for axis, field in (("C", "num_slots"), ("D", "num_draft_tokens")):
-        sizes = sorted({getattr(one.spec, field) for one in caches})
-        if len(sizes) > 1:
-            problems.add(owner, f"one {field} ({axis}) in all groups", sizes, "They would skip different requests.")
+    _check_one_size(problems, owner, [one.spec for one in caches])
     in_order = batch if window_rows is None else None
     conv = check_groups(problems, states, windows, specs, in_order=in_order, rows=rows, owner=owner)
     recurrent = _recurrent_groups(
@@ -140,6 +133,24 @@ def commit_after_verify(
     if not isinstance(cache, HybridCache):
         return structure.unflatten(done)
     return HybridCache(structure.unflatten(done), _as_given(hybrid.recurrent_state, recurrent, committed[len(conv) :]))
+
+
+def _conv_caches(problems: Problems, conv: Any) -> tuple[list[ConvCache], Any]:
+    """The caches of a pytree, and its structure; raises at once where it holds anything else, or nothing."""
+    caches, structure = jax.tree.flatten(conv, is_leaf=lambda one: isinstance(one, ConvCache))
+    strangers = [type(one).__name__ for one in caches if not isinstance(one, ConvCache)]
+    if strangers or not caches:
+        problems.add("cache", "a ConvCache, a pytree of them or a HybridCache", ", ".join(strangers) or "no ConvCache")
+        problems.raise_if_any()
+    return caches, structure
+
+
+def _check_one_size(problems: Problems, owner: str, specs: Sequence[ConvCacheSpec]) -> None:
+    """Records a problem unless all groups have as many slots and tokens, so that all skip the same requests."""
+    for axis, field in (("C", "num_slots"), ("D", "num_draft_tokens")):
+        sizes = sorted({getattr(spec, field) for spec in specs})
+        if len(sizes) > 1:
+            problems.add(owner, f"one {field} ({axis}) in all groups", sizes, "They would skip different requests.")
 
 
 def commit_recurrent_state(

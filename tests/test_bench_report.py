@@ -247,7 +247,13 @@ def test_only_files_that_bench_names_are_its_results(tmp_path: pathlib.Path) -> 
         "2026-11-30-step-D2-8-no-command-buffers.json",
         "2026-11-30-verify-Qwen3.5-0.8B-tp2.3.json",
     ]
-    others = ["2026-11-29-sanitizer.json", "2026-11-29-verify-D2-8-16-partial.json", "x.json", "2026-11-29-.json"]
+    others = [
+        "2026-11-29-sanitizer.json",
+        "2026-11-30-mutations.json",
+        "2026-11-29-verify-D2-8-16-partial.json",
+        "x.json",
+        "2026-11-29-.json",
+    ]
     for name in own + others:
         (tmp_path / name).write_text("{}")
     assert [path.name for path in report.results_files(tmp_path)] == own
