@@ -186,13 +186,13 @@ def test_commit_and_gather(path: Path, spec: ConvCacheSpec, tracked: bool, with_
     seed = SPECS.index(spec) + 100 * tracked + 200 * with_path
     rng = np.random.default_rng(seed)
     explicit = [("rows", "valid"), ("valid",), ("rows",)][seed % 3]
+    spec = dataclasses.replace(spec, num_slots=2 * spec.num_slots)  # room for snapshots beside all slots in use
     batch = mixed_batch(spec, seed=seed, explicit=explicit, null_slot=[0, None][seed % 2])
     size, tokens = len(batch.slots), spec.num_draft_tokens
-    spec = dataclasses.replace(spec, num_slots=spec.num_slots + size)  # snapshots go behind all slots in use
     sets = [(batch.slots, batch.accepted)]
     extra: dict[str, Any] = {}
     if tracked:
-        free = spec.num_slots - 1 - rng.permutation(size)
+        free = rng.permutation(np.setdiff1d(np.arange(1, spec.num_slots), batch.slots))[:size]
         counts = rng.permutation(np.resize(np.asarray([*range(tokens + 1), -1, tokens + 1]), size))
         free[::5] = np.resize([-1, spec.num_slots, INT32_MIN, INT32_MAX], len(free[::5]))
         sets.append((free.astype(np.int32), counts.astype(np.int32)))
