@@ -198,8 +198,11 @@ def test_commit_and_gather(path: Path, spec: ConvCacheSpec, tracked: bool, with_
         sets.append((free.astype(np.int32), counts.astype(np.int32)))
         extra |= {"track_indices": sets[1][0], "track_num_tokens": sets[1][1]}
     if with_path:
-        extra["accepted_path"] = random_paths(rng, batch.accepted, spec)
-        spoil(rng, extra["accepted_path"], (tokens, -2, INT32_MIN, INT32_MAX))
+        paths = extra["accepted_path"] = random_paths(rng, batch.accepted, spec)
+        everything = live_otherwise(spec, batch, None) & (batch.accepted == tokens) & (batch.valid == tokens)
+        kept = paths[everything]  # of all tokens, which is a chain
+        spoil(rng, paths, (tokens, -2, INT32_MIN, INT32_MAX))
+        paths[everything] = kept
     nodes = extra.get("accepted_path")
     model: dict[str, Any] = {
         "spec": spec, "rows": batch.rows, "valid": batch.valid, "null_slot": batch.null_slot, "path": nodes
