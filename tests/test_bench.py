@@ -729,12 +729,13 @@ def test_copies_of_a_design_are_its_bytes(monkeypatch: pytest.MonkeyPatch) -> No
         subjects, "torch_copies", lambda *of, **more: seen.append((of, more)) or Subject(print, 1, alone=print)
     )
     column = 5 * 128 * 4
-    for design, of, sizes in (
+    cases: tuple[tuple[str, drafts.Of, list[int]], ...] = (
         ("sliding", "step", [17] * 3 + [3 * 6]),
         ("kept", "step", [11] * 3 + [3 * 6]),
         ("kept_resumed", "step", [14] * 3),
         ("kept_resumed", "verify", [14] * 3),
-    ):
+    )
+    for design, of, sizes in cases:
         spec = drafts.design_spec(SPEC, design, 5)
         subject = drafts.copies(Case(spec, 5, 1), design, of, kernel=True)
         ((made,), more) = seen.pop()
