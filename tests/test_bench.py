@@ -12,7 +12,19 @@ import jax
 import numpy as np
 import pytest
 
-from jax_impl.bench import comparing, compiling, measure, prefill, program, report, rollback, step, subjects, timing
+from jax_impl.bench import (
+    comparing,
+    compiling,
+    drafts,
+    measure,
+    prefill,
+    program,
+    report,
+    rollback,
+    step,
+    subjects,
+    timing,
+)
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.layout import ConvCacheSpec
 from jax_impl.presets import get_preset
@@ -373,6 +385,52 @@ def test_points_of_a_prefill(monkeypatch: Any, makers_seen: list[Any]) -> None:
     assert [calls["pallas"] for _, calls, _ in makers_seen] == [30, 16, 8, 4, 2]
 
 
+@pytest.mark.parametrize("torch_installed", [False, True])
+def test_points_of_drafts(monkeypatch: Any, makers_seen: list[Any], torch_installed: bool) -> None:
+    """Every design at every batch that has slots enough, with a row of the buffer for each request."""
+    monkeypatch.setattr(measure, "_has_torch", lambda: torch_installed)
+    spec = get_preset("Qwen3.5-35B-A3B").spec(num_slots=100, max_requests=256, num_draft_tokens=4)
+    rows = list(measure.measure("drafts", spec, measure.Options([7])))
+    kinds = [(of, design) for of, designs in drafts.DESIGNS.items() for design in designs]
+    points = [(row["batch"], row["of"], row["design"]) for row in rows]
+    assert points == [(batch, *kind) for batch in (1, 64, 100) for kind in kinds]
+    columns = [17, 15, 11, 11, 17, 14, 23, 21, 17, 17, 14]
+    assert [row["columns"] for row in rows] == columns * 3
+    layers = [1] * 6 + [30] * 5
+    assert [row["bytes"] for row in rows[:11]] == [
+        8192 * 2 * one * number for one, number in zip(columns, layers, strict=True)
+    ]
+    more = ["copy_driver", "copy_kernel"] if torch_installed else []
+    for row, (batch, calls, arrays) in zip(rows, makers_seen, strict=True):
+        assert list(calls) == ["pallas", *more]
+        case = arrays["pallas"]
+        assert (case.batch, case.spec.max_requests, case.spec.num_slots) == (batch, batch, 100)
+        assert case.spec.storage == ("sliding" if row["design"].startswith("sliding") else "inputs")
+    assert "sliding_ratio" not in rows[0]
+
+
+def test_a_design_is_over_sliding_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A design that fails has no ratio, and where sliding fails no other has one."""
+    times = {"sliding": 4.0, "inputs": None, "kept": 3.0, "kept_tree": 3.2, "sliding_resumed": 5.0, "kept_resumed": 2.0}
+    times_seen: list[Any] = []
+
+    def makers(case: Case, design: str, of: str) -> measure.Makers:
+        us = None if (of, design, case.batch) == ("step", "sliding", 5) else times[design]
+        return {"pallas": exhausted if us is None else lambda: Subject(print, 1, {"median_us": us * len(of)})}
+
+    monkeypatch.setattr(drafts, "BATCHES", (1, 5))
+    monkeypatch.setattr(measure, "drafts_makers", makers)
+    monkeypatch.setattr(measure, "_release", lambda: None)  # there is nothing to, and it takes its time
+    monkeypatch.setattr(measure, "timed", lambda subject, *of: times_seen.append(of) or dict(subject.facts))
+    rows = list(measure.measure("drafts", SPEC, measure.Options([1])))
+    assert set(times_seen) == {(5, False)}
+    ratios = [row.get("sliding_ratio") for row in rows]
+    of_verify, of_step = [1.0, None, 0.75, 0.8, 1.25, 0.5], [1.0, None, 0.75, 1.25, 0.5]
+    assert ratios == [*of_verify, *of_step, *of_verify, *[None] * 5]
+    assert measure.line(rows[8]) == "drafts time_major D=4 B=1 step kept  0.750 of sliding  pallas 12.00"
+    assert rows[1]["errors"] == {"pallas": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
+
+
 def test_a_line_says_which_of_an_operations_points_it_is() -> None:
     of_rollback = measure.identity("rollback", HYBRID, 4) | {"recurrent": True, "track": True}
     of_prefill = measure.identity("prefill", SPEC, 4) | {"tokens": 512, "xla": {"median_us": 3.0}}
@@ -604,6 +662,88 @@ def test_the_timed_prefills_make_every_call(bodies: list[Any], axis_order: Any) 
         assert new.shape == (2, 7, 128)
         assert (new != old).any(axis=(0, 2)).tolist() == [True] * 3 + [False] * 4
     assert_same_bits(np.asarray(pool), expected)
+
+
+@pytest.mark.parametrize(
+    ("design", "axis_order"),
+    [
+        ("sliding", "time_major"),
+        ("kept", "channel_major"),
+        ("sliding_resumed", "channel_major"),
+        ("kept_resumed", "time_major"),
+    ],
+)
+def test_the_timed_designs_make_every_call(bodies: list[Any], axis_order: Any, design: str) -> None:
+    """What a round leaves by hand: the last columns of state and accepted inputs, and what a row holds."""
+    spec = drafts.design_spec(dataclasses.replace(SPEC, num_layers=2, axis_order=axis_order), design, 5)
+    case = Case(spec, 5, 1)
+    columns = lambda a: np.asarray(a if axis_order == "time_major" else a.swapaxes(-1, -2))  # noqa: E731
+    (caches, _), (x, _, slots, counts, _) = drafts.inputs(case, design)
+    pool, windows, *before = [columns(one) for one in caches if one is not None]
+    old, given = pool[:, slots], windows if x is None else np.stack(x)
+
+    def after(start: np.ndarray, more: np.ndarray) -> np.ndarray:
+        accepted = [np.concatenate([start[:, b], more[:, b, :n]], axis=1)[:, -3:] for b, n in enumerate(counts)]
+        return np.stack(accepted, axis=1)
+
+    state, row = {
+        "sliding": lambda: (after(old, given), np.concatenate([old[:, :, 1:], given], axis=2)),
+        "kept": lambda: (after(old, given), given),
+        "sliding_resumed": lambda: (
+            old,
+            np.concatenate([after(windows[:, :, :2], windows[:, :, 2:])[:, :, 1:], given], axis=2),
+        ),
+        "kept_resumed": lambda: (after(after(old, *before), given), given),
+    }[design]()
+    drafts.jax_rounds(design, "step", case, "xla")
+    ((((got, buffer, *_), outputs), calls),) = bodies
+    assert calls == (2 if design == "kept_resumed" else 1)
+    assert_same_bits(columns(got)[:, slots], state)
+    assert_same_bits(columns(buffer), row)
+    assert len(outputs) == 2
+    assert all(np.asarray(y).any(axis=(1, 2)).all() for y in outputs)
+
+
+def test_a_designs_verifies_are_one_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: the pool is what it was, unless the verify itself moves it on."""
+    inputs = drafts.inputs
+    monkeypatch.setattr(drafts, "inputs", lambda *of: jax.eval_shape(lambda: inputs(*of)))
+    for design in ("kept_tree", "sliding_resumed", "kept_resumed"):
+        made: list[Any] = []
+
+        def looped(body: Any, *of: Any, made: list[Any] = made) -> None:
+            made.append((str(jax.make_jaxpr(body)(*of[0:1], *of[1])), of[2]))
+
+        monkeypatch.setattr(subjects, "looped", looped)
+        for of in ("verify", "step"):
+            drafts.jax_rounds(design, of, Case(drafts.design_spec(SPEC, design, 5), 5, 1), "xla")
+        (verifies, calls), (whole, steps) = made
+        assert (calls, steps) == ((6, 2) if design == "kept_resumed" else (3, 1))
+        assert (verifies == whole) == design.endswith("_resumed")
+
+
+def test_copies_of_a_design_are_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each verify and one for the commit, timed on the device only."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        subjects, "torch_copies", lambda *of, **more: seen.append((of, more)) or Subject(print, 1, alone=print)
+    )
+    column = 5 * 128 * 4
+    cases: tuple[tuple[str, drafts.Of, list[int]], ...] = (
+        ("sliding", "step", [17] * 3 + [3 * 6]),
+        ("kept", "step", [11] * 3 + [3 * 6]),
+        ("kept_resumed", "step", [14] * 3),
+        ("kept_resumed", "verify", [14] * 3),
+    )
+    for design, of, sizes in cases:
+        spec = drafts.design_spec(SPEC, design, 5)
+        subject = drafts.copies(Case(spec, 5, 1), design, of, kernel=True)
+        ((made,), more) = seen.pop()
+        assert made == [one * column for one in sizes]
+        assert more == {"kernel": True, **({"steps": 1} if of == "step" else {})}
+        if of == "step":
+            assert sum(made) == drafts.moved_bytes(spec, design, of, 5)
+            assert subject.alone is None
 
 
 @pytest.mark.parametrize("form", step.TIMED)
@@ -907,6 +1047,45 @@ def test_a_wrong_kernel_is_found(capsys: Any, monkeypatch: Any, operation: str, 
     assert all("pallas_interpret" in line for line in different)
     fine = [line.split()[-3:-1] for line in said if line.endswith(": same") and operation == "step"]
     assert fine == ([["xla", "scan:"], ["pallas_interpret", "chained:"]] if operation == "step" else [])
+
+
+def test_wrong_designs_are_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are ignored, by the XLA form too, and y of a step that resumes is off by one part in fifty in the other."""
+    verify, commit = drafts.causal_conv1d_verify, drafts.commit_conv_state
+
+    def wrong(*arguments: Any, implementation: str, parents: Any, **options: Any) -> Any:
+        rootless = None if parents is None else jax.numpy.full_like(parents, -1)
+        y, *others = verify(*arguments, implementation="xla", parents=rootless, **options)
+        off = implementation != "xla" and options["resume_tokens"] is not None
+        return y * jax.numpy.bfloat16(1.02) if off else y, *others
+
+    monkeypatch.setattr(drafts, "causal_conv1d_verify", wrong)
+    for module in (comparing, drafts):
+        monkeypatch.setattr(
+            module, "commit_conv_state", lambda *of, implementation, **more: commit(*of, implementation="xla", **more)
+        )
+    monkeypatch.setattr(drafts, "DESIGNS", {"verify": ("kept_tree", "kept_resumed")})
+    point = comparing.Point("drafts", ConvCacheSpec(1, 7, 1, 128, 4, 3, axis_order="channel_major"), 4)
+    assert not comparing.check(point)
+    said = [line.partition("B=4 ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "kept_tree: pallas_interpret: same",
+        "kept_tree as kept: pallas_interpret: DIFFERENT y",
+        "kept_resumed: pallas_interpret: DIFFERENT y",
+        "kept_resumed as two commits: pallas_interpret: DIFFERENT y",
+    ]
+
+
+@pytest.mark.long
+@both_orders
+def test_the_comparison_of_designs(capsys: pytest.CaptureFixture[str], axis_order: Any) -> None:
+    (point,) = comparing.small("drafts", axis_order)
+    assert comparing.check(point)
+    head = f"check drafts {axis_order} conv_dim=128 C=11 B=5"
+    resumed = [name for one in ("sliding", "kept") for name in (f"{one}_resumed", f"{one}_resumed as two commits")]
+    names = ("sliding", "inputs", "kept", "kept_tree", "kept_tree as kept", *resumed)
+    expected = [f"{head} {name}: pallas_interpret: same" for name in names]
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_a_program_with_a_copy_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

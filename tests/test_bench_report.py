@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jax_impl.__main__ import main
-from jax_impl.bench import plots, report
+from jax_impl.bench import drafts, plots, report
 from jax_impl.layout import AXIS_ORDERS
 
 ENVIRONMENT = {"date": "2026-11-29", "device": "GPU", "driver": "1", "versions": {"jax": "0.11.2"}}
@@ -126,6 +126,9 @@ PREFILL = row(
     xla_continued=timed(15.0),
     copy_kernel=timed(3.0),
 )
+DESIGNED = row(
+    "drafts", of="step", design="kept", columns=17, pallas=timed(90.0), copy_driver=timed(81.0), sliding_ratio=0.75
+)
 COMPILED = {"trace_s": 0.5, "compile_s": 1.25, "launches": 31.0, "temp_bytes": 1000, "state_bytes": 50_000}
 SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
 
@@ -154,6 +157,11 @@ SCALED = {"pallas": timed(4.0), "copy_driver": timed(3.0), "over": "conv_dim"}
             "| conv, recurrent | time_major | 2 | 16 | 4.00 | 3.00 | 75.0% | 0.80 | – | – | 1.50 |",
         ),
         (PREFILL, "| time_major | 16 | 512 | 4.00 | 3.00 | 75.0% | 2.5 | 5.00 | 3.0 |"),
+        (DESIGNED, "| step | kept | time_major | 4 | 16 | 17 | 90.00 | 81.00 | 90.0% | 0.750 |"),
+        (
+            row("drafts", of="verify", design="inputs", columns=15, pallas=timed(3.0)),
+            "| verify | inputs | time_major | 4 | 16 | 15 | 3.00 | – | – | – |",
+        ),
         (row("scaling", of="verify", **SCALED), "| verify | time_major | 16 | 8192 | 746 | 4.00 | 3.00 | 75.0% |"),
     ],
 )
@@ -181,6 +189,22 @@ def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
     assert "passes 66 arrays to every device" in of_mesh[1]
     cells = of_mesh[2].splitlines()[-1]
     assert cells == "| time_major | 2 | 1 | 4 | 16 | 50.0 | 52.0 | 1.020 | 1.96× | 100.0 | 104.0 | 1.040 | 1.92× |"
+
+
+def test_what_the_designs_are_is_said_above_them() -> None:
+    """Each by its name, in the table's words."""
+    caption = report.tables(record(DESIGNED)).split("\n\n")[1]
+    for word in (
+        "Sliding:",
+        "Inputs:",
+        "Kept:",
+        "kept_tree",
+        "Resumed:",
+        "sliding_resumed",
+        "kept_resumed",
+        "Columns:",
+    ):
+        assert word in caption
 
 
 def test_a_step_on_a_mesh_is_drawn_by_device_and_by_wall() -> None:
@@ -211,21 +235,27 @@ def test_a_rollback_has_a_geometry_of_its_own() -> None:
 
 def test_what_failed_is_named_with_its_variant() -> None:
     more = {"errors": {"xla": "RuntimeError: x"}}
-    text = report.tables(record(rolled_back(True, True, **more), rolled_back(False, False, **more), PREFILL | more))
+    text = report.tables(
+        record(rolled_back(True, True, **more), rolled_back(False, False, **more), PREFILL | more, DESIGNED | more)
+    )
     what = "time_major D=4 B=16"
     assert text.endswith(
-        f"Failed: rollback {what} conv, recurrent, tracked: xla; rollback {what} conv: xla; prefill {what} T=512: xla."
+        f"Failed: rollback {what} conv, recurrent, tracked: xla; rollback {what} conv: xla; prefill {what} T=512: xla; "
+        f"drafts {what} step kept: xla."
     )
 
 
 def test_a_point_that_was_not_timed_has_dashes_and_no_plot(tmp_path: pathlib.Path) -> None:
     """A comparison that fails leaves a row without its operation's own fields."""
     pytest.importorskip("matplotlib")
-    wrong = [row(name, errors={"check": "results differ from the XLA form"}) for name in ("rollback", "prefill")]
+    wrong = [
+        row(name, errors={"check": "results differ from the XLA form"}) for name in ("rollback", "prefill", "drafts")
+    ]
     text = report.table(saved(tmp_path / "x.json", record(*wrong)))
     assert "| – | time_major | – | 16 | – |" in text
     assert "| time_major | 16 | – | – |" in text
-    assert len(plots.draw(record(*wrong), "x", tmp_path)) == 3
+    assert "| – | – | time_major | 4 | 16 | – |" in text
+    assert len(plots.draw(record(*wrong), "x", tmp_path)) == 4
 
 
 def test_what_failed_is_named_below_the_tables() -> None:
@@ -361,6 +391,10 @@ def everything() -> report.Record:
             times = {"pallas": timed(2.0 * batch), "copy_driver": timed(1.0 * batch)}
             rows += [row(name, **times) | more for name in ("commit", "verify")]
             rows += [PREFILL | more | {"tokens": 128 // batch}]
+            rows += [
+                DESIGNED | times | more | {"of": of, "design": design}
+                for of, design in (("verify", "kept"), ("step", "sliding"), ("step", "kept_resumed"))
+            ]
             rows += [STEP | more, row("step", errors={"arrays": "x"}) | more | {"batch": 64}]
         rows += [
             row("compile", form=form, command_buffers=True, **COMPILED) | {"axis_order": order, "num_layers": n}
@@ -382,7 +416,7 @@ def everything() -> report.Record:
 def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plots.draw(everything, "stem", tmp_path)
-    names = ("commit", "verify", "step", "rollback", "prefill", "scaling", "compile", "mesh", "bytes")
+    names = ("commit", "verify", "step", "drafts", "rollback", "prefill", "scaling", "compile", "mesh", "bytes")
     assert paths == [tmp_path / f"stem-{name}.png" for name in names]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
@@ -410,6 +444,23 @@ def test_a_step_is_drawn_by_its_wall_time(everything: report.Record) -> None:
     assert lines["Pallas, chained"] == [46.0, 46.0]
     assert lines["limit: the same copies in one graph"] == [40.0, 40.0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "16", "64"]
+
+
+def test_designs_are_drawn_by_their_whole_steps(everything: report.Record) -> None:
+    """A line for each that commits or resumes; the limit is that of the first."""
+    labels = [series.label for series in plots.TIMES["drafts"][1]]
+    assert len(labels) == len(set(labels)) == len(drafts.DESIGNS["step"]) + 1
+    axes, _ = figure_of(everything, "drafts").axes
+    assert axes.get_ylabel() == "device time of one whole step (µs)"
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines == {
+        "sliding, commit": [[1, 2], [16, 32]],
+        "kept inputs, resumed": [[1, 2], [16, 32]],
+        "limit: copies of the bytes of sliding": [[1, 1], [16, 16]],
+    }
+    for design in drafts.DESIGNS["step"]:
+        (one, *_) = plots._time_figure([DESIGNED | {"design": design}], "drafts").axes
+        assert len(one.get_lines()) == (2 if design == "sliding" else 1)
 
 
 def test_a_rollback_is_drawn_by_what_it_takes_along(everything: report.Record) -> None:
@@ -451,14 +502,15 @@ def test_a_prefill_is_drawn_by_its_tokens(everything: report.Record) -> None:
 
 
 def test_bytes_against_tokens_are_the_layouts() -> None:
-    """K = 4: D·3 columns against D + 2 of 8192 channels in 30 layers, two bytes each."""
+    """K = 4: D·3 columns, D + 2, and D of 8192 channels in 30 layers, two bytes each."""
     pytest.importorskip("matplotlib")
     one = record(row(pallas=timed(2.0)))
     (axes,) = plots._bytes_figure(one).axes
-    dense, sliding = (line.get_xydata() for line in axes.get_lines())
+    dense, sliding, inputs = (line.get_xydata() for line in axes.get_lines())
     column = 30 * 8192 * 2 / 2**20
     assert [(x, y) for x, y in dense] == [(d, d * 3 * column) for d in range(1, 17)]
     assert all(math.isclose(y, (d + 2) * column) for d, y in sliding)
+    assert [(x, y) for x, y in inputs] == [(d, d * column) for d in range(1, 17)]
 
 
 def test_report_draws_on_any_machine(tmp_path: pathlib.Path, capsys: Any) -> None:

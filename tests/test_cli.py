@@ -533,11 +533,13 @@ def no_run(request, monkeypatch):
     [
         (
             ("comit",),
-            "argument OPERATION: expected commit, verify, step, rollback, prefill, compile, scaling or all, got comit.",
+            "argument OPERATION: expected commit, verify, step, rollback, prefill, drafts, compile, scaling or all, "
+            "got comit.",
         ),
         (
             ("all", "comit"),
-            "argument OPERATION: expected commit, verify, step, rollback, prefill, compile, scaling or all, got comit.",
+            "argument OPERATION: expected commit, verify, step, rollback, prefill, drafts, compile, scaling or all, "
+            "got comit.",
         ),
         (
             ("--preset", "Kimi-K33"),
@@ -731,7 +733,7 @@ def test_every_operation_has_something_small_for_the_cpu(capsys, monkeypatch):
     monkeypatch.setattr(comparing, "check", lambda point: seen.append(point) or point.operation != "step")
     assert main(["bench"]) == 1
     assert [point.operation for point in seen if point.spec.axis_order == "time_major"] == [
-        "commit", "verify", "step", "rollback", "prefill", "compile", *["commit"] * 3, *["verify"] * 3,
+        "commit", "verify", "step", "rollback", "prefill", "drafts", "compile", *["commit"] * 3, *["verify"] * 3,
     ]  # fmt: skip
     assert main(["bench", "commit", "compile"]) == 0
 

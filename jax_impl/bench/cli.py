@@ -31,6 +31,8 @@ def add_parser(subparsers: Any) -> None:
         "commit: all layers in one launch. verify: one layer. step: a verify in every layer and one commit in one jit. "
         "rollback: the conv groups of a KDA model with and without its recurrent state, in one launch and in several; "
         "its geometry, slots, D and batches are fixed. prefill: one layer over whole prompts of fixed sizes. "
+        "drafts: verify and whole step by what the buffer holds, with a commit and with steps that resume; its batches "
+        "are fixed. "
         "compile: seconds, temporary memory and copies of the compiled programs. scaling: commit and verify over "
         "conv_dim and slots.",
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import checks
-from jax_impl.bench import compiling, prefill, rollback, subjects
+from jax_impl.bench import compiling, drafts, prefill, rollback, subjects
 from jax_impl.bench.step import FORMS, inputs, whole_step
 from jax_impl.cache import ConvCache
 from jax_impl.commit import commit_conv_state
@@ -73,7 +73,11 @@ def check(point: Point) -> bool:
     where = f"check {point.operation} {spec.axis_order} conv_dim={spec.conv_dim} C={spec.num_slots} B={point.batch}"
     if point.operation == "compile":
         return _check_programs(point, where)
-    comparisons = {"rollback": _rollback_comparisons, "prefill": _prefill_comparisons}
+    comparisons = {
+        "rollback": _rollback_comparisons,
+        "prefill": _prefill_comparisons,
+        "drafts": _drafts_comparisons,
+    }
     same = True
     for expected, bound, others in comparisons.get(point.operation, _comparisons)(point):
         for name, results in others.items():
@@ -247,7 +251,7 @@ def _array(tensor: Any) -> np.ndarray:
     return bits.view(jnp.dtype(str(tensor.dtype).removeprefix("torch.")))
 
 
-# ---- rollback and prefill --------------------------------------------------------------------------------------------
+# ---- rollback, prefill and drafts ------------------------------------------------------------------------------------
 
 
 def _rollback_comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
@@ -330,6 +334,67 @@ def _prefill_results(
     )  # fmt: skip
     y, pool = run(*arrays)
     return {"pool": np.asarray(pool), "y": np.asarray(y)}
+
+
+def _drafts_comparisons(point: Point) -> Iterator[tuple[Results, Any, Others]]:
+    """Every design's step; and what designs must have in common, whatever computes them.
+
+    A tree whose links are a chain's is that chain. And a step that resumes, with a commit at its end, leaves what a
+    commit before the step and one after it leave.
+    """
+    kernel, batch = _kernel(), point.batch
+    counts = jnp.arange(batch, dtype=jnp.int32) % (point.spec.num_draft_tokens + 1)
+    for design in drafts.DESIGNS["verify"]:
+        case = subjects.Case(drafts.design_spec(point.spec, design, batch), batch, 1)
+        (caches, _), (x, weight, slots, _, links) = drafts.inputs(case, design)
+        arrays = caches, x, weight, slots, counts, links
+        results = functools.partial(_drafts_results, case.spec, arrays)
+        expected = results(design, "xla")
+        bound = _rounding(case.spec, _drafts_magnitudes(case.spec, arrays, design), expected["y"])
+        got = results(design, kernel)
+        yield expected, bound, {f"{design}: {kernel}": lambda got=got: got}
+        if design == "kept_tree":
+            yield results("kept", kernel), bound, {f"{design} as kept: {kernel}": lambda got=got: got}
+        if design.endswith("_resumed"):
+            committing = results(design.removesuffix("_resumed"), kernel, commit_before=True)
+            resuming = functools.partial(results, design, kernel, commit_after=True)
+            yield committing, bound, {f"{design} as two commits: {kernel}": resuming}
+
+
+def _drafts_results(
+    spec: ConvCacheSpec,
+    arrays: tuple[Any, ...],
+    design: str,
+    implementation: checks.Implementation,
+    *,
+    commit_before: bool = False,
+    commit_after: bool = False,
+    activation: Activation | None = "silu",
+) -> Results:
+    """What one step of a design leaves, with a commit of the step before or one more commit where it is asked for."""
+    commit = functools.partial(commit_conv_state, spec=spec, implementation=implementation)
+    step = drafts.step_of(design, spec, implementation, commits=True, activation=activation)
+
+    @jax.jit
+    def run(carried: Any, x: Any, weight: ConvWeight, slots: jax.Array, counts: jax.Array, links: jax.Array) -> Any:
+        pool, windows, before = carried
+        if commit_before:
+            pool = commit(pool, windows if before is None else before, slots, counts)
+        (pool, windows, _), y = step((pool, windows, before), x, weight, slots, counts, links)
+        if commit_after:
+            pool = commit(pool, windows, slots, counts)
+        return pool, windows, y
+
+    pool, windows, y = run(*arrays)
+    return {"pool": np.asarray(pool), "buffer": np.asarray(windows), "y": np.stack([np.asarray(one) for one in y])}
+
+
+def _drafts_magnitudes(spec: ConvCacheSpec, arrays: tuple[Any, ...], design: str) -> np.ndarray:
+    """Sums of the products' magnitudes, in float32."""
+    magnitudes = jax.tree.map(
+        lambda one: jnp.abs(one).astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one, arrays
+    )
+    return _drafts_results(dataclasses.replace(spec, dtype="float32"), magnitudes, design, "xla", activation=None)["y"]
 
 
 def _check_programs(point: Point, where: str) -> bool:

@@ -23,7 +23,7 @@ from jax_impl import checks
 from jax_impl.bench import subjects
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.commit import commit_conv_state
-from jax_impl.conv import ConvWeight, causal_conv1d_verify
+from jax_impl.conv import Activation, ConvWeight, causal_conv1d_verify
 from jax_impl.layout import ConvCacheSpec
 
 Of = Literal["verify", "step"]
@@ -31,6 +31,7 @@ DESIGNS: dict[Of, tuple[str, ...]] = {
     "verify": ("sliding", "inputs", "kept", "kept_tree", "sliding_resumed", "kept_resumed"),
     "step": ("sliding", "inputs", "kept", "sliding_resumed", "kept_resumed"),
 }
+BATCHES = (1, 64, 256)
 ROUND_STEPS = 2
 
 
@@ -59,14 +60,26 @@ def columns_moved(spec: ConvCacheSpec, design: str) -> tuple[int, int]:
     return read + tokens + row.get(design, 0), 0 if design.endswith("_resumed") else 2 * state
 
 
+def columns_of(spec: ConvCacheSpec, design: str, of: Of) -> int:
+    """Columns of a request that one layer moves in a call."""
+    verify, commit = columns_moved(spec, design)
+    return verify if of == "verify" else verify + commit
+
+
 def moved_bytes(spec: ConvCacheSpec, design: str, of: Of, batch: int) -> int:
     """Bytes of one call: of one layer's verify, or of a whole step."""
-    verify, commit = columns_moved(spec, design)
-    column = batch * spec.conv_dim * spec.item_bytes
-    return column * verify if of == "verify" else spec.num_layers * column * (verify + commit)
+    layers = 1 if of == "verify" else spec.num_layers
+    return layers * batch * columns_of(spec, design, of) * spec.conv_dim * spec.item_bytes
 
 
-def step_of(design: str, spec: ConvCacheSpec, implementation: checks.Implementation, *, commits: bool) -> Callable:
+def step_of(
+    design: str,
+    spec: ConvCacheSpec,
+    implementation: checks.Implementation,
+    *,
+    commits: bool,
+    activation: Activation | None = "silu",
+) -> Callable[..., Any]:
     """One step on (pool, buffer, buffer of the step before); returns those and y of every layer.
 
     Without `commits` it is the verifies alone.
@@ -90,6 +103,7 @@ def step_of(design: str, spec: ConvCacheSpec, implementation: checks.Implementat
                 parents=links if tree else None,
                 resume_tokens=counts if resumed else None,
                 resume_windows=before if kept and resumed else None,
+                activation=activation,
                 implementation=implementation,
             )
             pool = moved[0] if moved else pool
@@ -140,11 +154,15 @@ def jax_rounds(design: str, of: Of, case: Case, implementation: checks.Implement
 
 
 def copies(case: Case, design: str, of: Of, *, kernel: bool) -> Subject:
-    """Copies of a design's bytes in one CUDA graph: one for each verify, and one for the commit if there is one."""
+    """Copies of a design's bytes in one CUDA graph: one for each verify, and one for the commit if there is one.
+
+    Timed on the device only, as the designs are.
+    """
     spec, layers = case.spec, case.spec.num_layers
     verify, commit = columns_moved(spec, design)
     column = case.batch * spec.conv_dim * spec.item_bytes
     sizes = [column * verify] * layers
     if of == "verify":
         return subjects.torch_copies(sizes, kernel=kernel)
-    return subjects.torch_copies(sizes + [layers * column * commit] * bool(commit), kernel=kernel, steps=1)
+    sizes += [layers * column * commit] * bool(commit)
+    return dataclasses.replace(subjects.torch_copies(sizes, kernel=kernel, steps=1), alone=None)

@@ -11,13 +11,22 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from jax_impl.bench import comparing, compiling, prefill, report, rollback, step, subjects, timing
+from jax_impl.bench import comparing, compiling, drafts, prefill, report, rollback, step, subjects, timing
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.cache import ConvCache
 from jax_impl.layout import ConvCacheSpec
 
 XLA_CALLS = 10  # XLA compiles each call anew; with fewer, what a turn of the loop costs would show
-REPEATS = {"commit": 20, "verify": 20, "step": 10, "rollback": 5, "prefill": 5, "compile": 1, "scaling": 10}
+REPEATS = {
+    "commit": 20,
+    "verify": 20,
+    "step": 10,
+    "rollback": 5,
+    "prefill": 5,
+    "drafts": 5,
+    "compile": 1,
+    "scaling": 10,
+}
 SCALING_BATCH = 64
 SCALING = {"conv_dim": (1024, 2048, 4096, 8192, 16384), "num_slots": (64, 512, 2048, 8192)}
 
@@ -38,7 +47,7 @@ class Options:
       kernel_times: whether CUPTI is asked.
       only: kinds of subjects to time, of `report.SUBJECTS`; empty for all.
 
-    `rollback` and `prefill` have batches of their own.
+    `rollback`, `prefill` and `drafts` have batches of their own.
     """
 
     batches: Sequence[int]
@@ -65,6 +74,8 @@ def measure(operation: str, spec: ConvCacheSpec, options: Options) -> Iterator[R
         yield from _rollback_rows(spec, options)
     elif operation == "prefill":
         yield from _prefill_rows(spec, options)
+    elif operation == "drafts":
+        yield from _drafts_rows(spec, options)
     else:
         yield from _rows(operation, spec, options.batches, options)
 
@@ -279,6 +290,40 @@ def _prefill_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
         yield _with_arrays(row, held, make, functools.partial(prefill_makers, case), options)
 
 
+def drafts_makers(case: Case, design: str, of: drafts.Of) -> Makers:
+    """What a design's verify or whole step is timed beside; `case` has the design's geometry."""
+    makers: Makers = {"pallas": functools.partial(drafts.jax_rounds, design, of, case, "pallas")}
+    if _has_torch():
+        makers["copy_driver"] = functools.partial(drafts.copies, case, design, of, kernel=False)
+        makers["copy_kernel"] = functools.partial(drafts.copies, case, design, of, kernel=True)
+    return makers
+
+
+def _drafts_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
+    """One row per design, with its time over that of the first, which the others are alternatives to.
+
+    Without CUPTI's times, for there are many points.
+    """
+    options = dataclasses.replace(options, kernel_times=False)
+    accept = options.accept or "random"
+    for batch, of in itertools.product(
+        sorted({min(batch, spec.num_slots) for batch in drafts.BATCHES}), drafts.DESIGNS
+    ):
+        first: Row = {}
+        for design in drafts.DESIGNS[of]:
+            own = drafts.design_spec(spec, design, batch)
+            row = {**identity("drafts", own, batch), "of": of, "design": design, "accept": accept}
+            row |= {
+                "columns": drafts.columns_of(own, design, of),
+                "bytes": drafts.moved_bytes(own, design, of, batch),
+            }
+            row = fill(row, drafts_makers(Case(own, batch, 1, accept), design, of), options)
+            first = first or row
+            if "pallas" in row and first.get("pallas", {}).get("median_us", 0) > 0:
+                row["sliding_ratio"] = round(row["pallas"]["median_us"] / first["pallas"]["median_us"], 4)
+            yield row
+
+
 def _scaling_rows(spec: ConvCacheSpec, options: Options) -> Iterator[Row]:
     """Commit and verify with one size changed at a time: cost should follow conv_dim and ignore the slots."""
     only = tuple(options.only) or ("pallas", "copy")
@@ -312,7 +357,7 @@ def line(row: Row) -> str:
     if "form" in row:
         head += f" {row['form']} L={row['num_layers']}" + ("" if row["command_buffers"] else " no command buffers")
     head += report.variant(row)
-    if "of" in row:
+    if "over" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
     if "step_ratio" in row:
         head += f" data={row['data']} tensor={row['tensor']}"
@@ -323,6 +368,8 @@ def line(row: Row) -> str:
             f"  trace {row['trace_s']:.2f} s  compile {row['compile_s']:.2f} s  launches {row['launches']:g}"
             f"  temp {row['temp_bytes']} bytes  pool copies {', '.join(row['pool_copies']) or 'none'}"
         )
+    if "sliding_ratio" in row:
+        head += f"  {row['sliding_ratio']:.3f} of sliding"
     for name, times in row.items():
         if isinstance(times, dict) and "median_us" in times:
             head += f"  {name} {times['median_us']:.2f}"

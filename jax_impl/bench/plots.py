@@ -34,6 +34,17 @@ def _wall(subject: str) -> Value:
     return lambda row: at(row, subject, "wall", "median_us")
 
 
+def _of_step(design: str, value: Value) -> Value:
+    """`value` at the rows of one design's whole step."""
+
+    def of_design(row: Row) -> float:
+        if (at(row, "of"), at(row, "design")) != ("step", design):
+            raise LookupError(design)
+        return value(row)
+
+    return of_design
+
+
 LIMIT = Series("limit: copy of the same bytes", copy_us, "k--")
 OF_ONE_CALL = (
     Series("Pallas", _device("pallas"), "C0o-"),
@@ -53,6 +64,17 @@ TIMES = {
             Series("XLA, scan", _wall("xla_scan"), "C1s-"),
             Series("Triton in a CUDA graph", _wall("triton"), "C2^-"),
             Series("limit: the same copies in one graph", lambda row: copy_us(row, ("wall", "median_us")), "k--"),
+        ),
+    ),
+    "drafts": (
+        "device time of one whole step (µs)",
+        (
+            Series("sliding, commit", _of_step("sliding", _device("pallas")), "C0o-"),
+            Series("inputs, commit", _of_step("inputs", _device("pallas")), "C1s-"),
+            Series("kept inputs, commit", _of_step("kept", _device("pallas")), "C2^-"),
+            Series("sliding, resumed", _of_step("sliding_resumed", _device("pallas")), "C3v-"),
+            Series("kept inputs, resumed", _of_step("kept_resumed", _device("pallas")), "C4D-"),
+            Series("limit: copies of the bytes of sliding", _of_step("sliding", copy_us), "k--"),
         ),
     ),
 }
@@ -273,12 +295,13 @@ def row_bytes(record: Record, storage: Any, num_draft_tokens: int) -> int:
 
 
 def _bytes_figure(record: Record) -> Any:
-    """Bytes of a request's row in both designs against D."""
+    """Bytes of a request's row in every storage against D."""
     figure, panels = _panels(1, 1)
     axes = panels[0, 0]
     for storage, label, style in (
         ("dense", "dense: D·(K-1) columns", "C1s-"),
         ("sliding", "sliding: D+K-2 columns", "C0o-"),
+        ("inputs", "inputs: D columns", "C2^-"),
     ):
         sizes = [row_bytes(record, storage, tokens) / 2**20 for tokens in BYTES_TOKENS]
         axes.plot(BYTES_TOKENS, sizes, style, label=label, markersize=4)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_impl.layout import AXIS_ORDERS
 
-OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "compile", "scaling")
+OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "drafts", "compile", "scaling")
 MESH = "mesh"  # a whole step on several devices: measured where it is asked for, with bench --mesh
 # Kinds; a row's names may go on, such as copy_driver, pallas_scan.
 SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
@@ -179,6 +179,13 @@ _EXPLAINED = {
     "calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and six others. Chained, the next layer's "
     "x is y of this one, and a call passes 8, as a step inside a larger program would; x is then in the cache, so this "
     "device time is not to be compared with the copies.",
+    "drafts": "A step is a verify in every layer and, unless it resumes, one commit. Sliding: rows of D+K-2 columns. "
+    "Inputs: rows of the D inputs. Kept: the caller's own x is the buffer, and verify writes y alone; kept_tree: the "
+    "same with the links of a tree, here a chain's. Resumed: no commit, the next verify finds its history itself, in "
+    "the row of the step before (sliding_resumed) or in slot and inputs, and then it moves the slot on (kept_resumed). "
+    "Columns: what one layer reads and writes of a request. Times on the device; the last column is over sliding's, a "
+    "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
+    "copies too.",
     MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. On the device: "
     "steps follow each other in one program. Wall: one call of a queue of jitted calls, each of which passes {arrays} "
     "arrays to every device.",
@@ -189,6 +196,8 @@ def variant(row: Row) -> str:
     """What tells the points of one operation, axis order, D and B apart, where that is not all."""
     if "recurrent" in row:
         return f" {_takes_along(row)}" + (", tracked" if row["track"] else "")
+    if "design" in row:
+        return f" {row['of']} {row['design']}"
     return f" T={row['tokens']}" if "tokens" in row else ""
 
 
@@ -289,6 +298,18 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "XLA / Pallas": lambda row: f"{_ratio(row, 'xla', 'pallas'):.1f}",
         "continued µs": lambda row: f"{at(row, 'pallas_continued', 'median_us'):.2f}",
         "XLA / Pallas, continued": lambda row: f"{_ratio(row, 'xla_continued', 'pallas_continued'):.1f}",
+    },
+    "drafts": {
+        "of": lambda row: row["of"],
+        "design": lambda row: row["design"],
+        "axis order": lambda row: row["axis_order"],
+        "D": lambda row: row["num_draft_tokens"],
+        "B": lambda row: row["batch"],
+        "columns moved": lambda row: row["columns"],
+        "Pallas µs": lambda row: f"{at(row, 'pallas', 'median_us'):.2f}",
+        "copy µs": lambda row: f"{copy_us(row):.2f}",
+        "of the copy's bandwidth": lambda row: f"{copy_us(row) / at(row, 'pallas', 'median_us'):.1%}",
+        "design / sliding": lambda row: f"{row['sliding_ratio']:.3f}",
     },
     "compile": {
         "program": lambda row: row["form"] if row["form"] in ("unrolled", "scan") else f"commit: {row['form']}",
