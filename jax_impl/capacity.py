@@ -16,6 +16,7 @@ the unit is bytes; GiB is 2^30 bytes.
 import dataclasses
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 from jax_impl.layout import STORAGES, ConvCacheSpec, Problems, Storage, shown
 from jax_impl.presets import get_preset
@@ -119,8 +120,7 @@ def capacity(spec: ConvCacheSpec) -> Capacity:
       >>> capacity(get_preset("Qwen3.5-0.8B").spec(num_slots=20, max_requests=17, num_draft_tokens=4)).dense_row_bytes
       2654208
     """
-    if not isinstance(spec, ConvCacheSpec):
-        raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
+    _check_spec(spec)
     return Capacity(
         slot_bytes=spec.num_layers * spec.slot_bytes,
         sliding_row_bytes=dataclasses.replace(spec, storage="sliding").row_bytes,
@@ -129,6 +129,11 @@ def capacity(spec: ConvCacheSpec) -> Capacity:
         max_requests=spec.max_requests,
         num_slots=spec.num_slots,
     )
+
+
+def _check_spec(spec: Any) -> None:
+    if not isinstance(spec, ConvCacheSpec):
+        raise ValueError(f"`spec`: expected a ConvCacheSpec, got {type(spec).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,21 +205,25 @@ def saving_table(
       >>> [str(row.saving) for row in saving_table(widths=(2,))]
       ['1', '1', '1', '1', '1']
     """
-    problems = Problems()
-    taken: list[tuple[int, ...]] = []
-    for name, sizes in (("widths", widths), ("draft_tokens", draft_tokens)):
-        try:
-            taken.append(tuple(sizes))
-        except (TypeError, RuntimeError):
-            problems.add(name, "integers, one or more", shown(sizes))
-    problems.raise_if_any()
     rows = []
-    for width in taken[0]:
-        for num_draft_tokens in taken[1]:
+    problems = Problems()
+    all_widths, all_tokens = _sizes(problems, "widths", widths), _sizes(problems, "draft_tokens", draft_tokens)
+    problems.raise_if_any()
+    for width in all_widths:
+        for num_draft_tokens in all_tokens:
             spec = ConvCacheSpec(1, 1, 1, 1, width, num_draft_tokens, state_len=state_len)
             dense = num_draft_tokens * spec.state_columns
             rows.append(SavingRow(width, num_draft_tokens, dense, spec.num_columns, num_draft_tokens))
     return tuple(rows)
+
+
+def _sizes(problems: Problems, name: str, sizes: Any) -> tuple[int, ...]:
+    """The integers of an argument, which the geometry checks one by one."""
+    try:
+        return tuple(sizes)
+    except (TypeError, RuntimeError):
+        problems.add(name, "integers, one or more", shown(sizes))
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +279,15 @@ def design_table(
       [('dense', 3, 12), ('sliding', 3, 6), ('inputs', 3, 4), ('wide slots', 6, 0), ('slot groups', 12, 0)]
     """
     rows = []
-    for tokens in draft_tokens:
+    problems = Problems()
+    all_tokens = _sizes(problems, "draft_tokens", draft_tokens)
+    if problems.messages:  # beside it, what is wrong with the geometry at any number of tokens
+        try:
+            ConvCacheSpec(1, 1, 1, 1, width, 1, state_len=state_len)
+        except ValueError as error:
+            problems.messages.append(str(error))
+    problems.raise_if_any()
+    for tokens in all_tokens:
         specs = {one: ConvCacheSpec(1, 1, 1, 1, width, tokens, storage=one, state_len=state_len) for one in STORAGES}
         one = specs["sliding"]
         state = one.state_columns
@@ -286,6 +303,7 @@ def column_bytes(spec: ConvCacheSpec) -> int:
     >>> column_bytes(get_preset("Qwen3.5-0.8B").spec(num_slots=1, max_requests=1, num_draft_tokens=4))
     221184
     """
+    _check_spec(spec)
     return spec.num_layers * spec.conv_dim * spec.item_bytes
 
 

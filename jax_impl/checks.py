@@ -40,6 +40,8 @@ def index_array(
     if _holds_used_up(problems, name, value):
         return None
     array = _as_array(value)
+    if tokens is not None and isinstance(value, list | tuple) and not value:
+        array = np.zeros((0, tokens if isinstance(tokens, int) else 0), np.int32)  # of no requests, tokens are unknown
     if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
         got = "a ragged or mixed list" if array is None else dtype_name(array.dtype)
         problems.add(name, "an integer array", got, "Index arrays are int32.")
@@ -75,8 +77,10 @@ def shape_text(expected: tuple[int | str | None, ...]) -> str:
 
 
 def _holds_used_up(problems: Problems, name: str, value: Any) -> bool:
-    """`is_used_up` of the array, or of the scalars of a list."""
-    return any(is_used_up(problems, name, one) for one in (value if isinstance(value, list | tuple) else [value]))
+    """`is_used_up` of the array, or of the scalars of a list or of the lists in it."""
+    if isinstance(value, list | tuple):
+        return any(_holds_used_up(problems, name, one) for one in value)
+    return is_used_up(problems, name, value)
 
 
 def _as_array(value: Any) -> Any:
@@ -85,6 +89,8 @@ def _as_array(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         kinds = {_kind(one) for one in value}
+        if kinds == {"list"}:
+            return _stacked([_as_array(one) for one in value])
         if kinds == {"integer"} or not kinds:
             return np.asarray([_saturated(one) for one in value], np.int32)
         if kinds in ({"integer", "integer scalar"}, {"integer scalar"}):
@@ -99,8 +105,17 @@ def _as_array(value: Any) -> Any:
         return None
 
 
+def _stacked(rows: list[Any]) -> Any:
+    """The lists of a list as one array; None if they are ragged or mixed."""
+    if any(row is None for row in rows) or len({(row.shape, row.dtype) for row in rows}) > 1:
+        return None
+    return jnp.stack(rows) if any(isinstance(row, jax.Array) for row in rows) else np.stack(rows)
+
+
 def _kind(one: Any) -> str:
     """What a member of a list is; members of an index list are all integers, on the host or on the device."""
+    if isinstance(one, list | tuple):
+        return "list"
     if isinstance(one, jax.Array):
         kinds = {"i": "integer scalar", "b": "bool scalar"}
         # an integer that is not int32 would have to be saturated on its own before it meets the others
@@ -113,6 +128,15 @@ def _kind(one: Any) -> str:
 
 def _saturated(number: Any) -> np.int32:
     return np.int32(min(max(int(number), INT32_MIN), INT32_MAX))
+
+
+def given(value: Any) -> str:
+    """For a message about an argument that should not be there at all: "an array", or else the value itself.
+
+    >>> given([1, 2]), given(7)
+    ('an array', '7')
+    """
+    return "an array" if isinstance(value, jax.Array | np.ndarray | list | tuple) else shown(value)
 
 
 def null_slot_value(problems: Problems, null_slot: Any) -> int | None:

@@ -17,7 +17,7 @@ Source: contracts of the layout in `jax_impl.layout`; the scatter of SGLang's pu
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -140,14 +140,14 @@ def commit_conv_state(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
-        accepted_path=accepted_path,
     )
     checks.implementation_name(problems, implementation)
     in_order = batch if window_rows is None else None
     groups = check_groups(problems, conv_state, conv_windows, spec, in_order=in_order, rows=rows)
-    check_path(problems, call, groups)
+    path = check_path(problems, accepted_path, batch, groups)
     problems.raise_if_any()
     assert call is not None
+    call = dataclasses.replace(call, path=path)
     return jax.tree.unflatten(jax.tree.structure(conv_state), run_commit(call, groups, implementation))
 
 
@@ -161,7 +161,6 @@ def check_indices(
     null_slot: Any,
     track_indices: Any,
     track_num_tokens: Any,
-    accepted_path: Any = None,
 ) -> tuple[Call | None, jax.Array | None, int | None]:
     """The call, `window_rows` as int32 `[B]` if given, and B, the length of `state_indices`; None where they misfit."""
     slots = checks.index_array(problems, "state_indices", state_indices, None)
@@ -181,9 +180,6 @@ def check_indices(
     if (track_indices is None) != (track_num_tokens is None):
         missing = "track_indices" if track_indices is None else "track_num_tokens"
         problems.add(missing, "given together with the other track argument", "None")
-    path = None
-    if accepted_path is not None:
-        path = checks.index_array(problems, "accepted_path", accepted_path, batch, "D")
     null = checks.null_slot_value(problems, null_slot)
     if problems.messages:
         return None, arrays.get("window_rows"), batch
@@ -194,14 +190,15 @@ def check_indices(
         track, count = arrays["track_indices"], arrays["track_num_tokens"]
         assert track is not None and count is not None
         destinations.append((track, count))
-    return Call(tuple(destinations), arrays.get("num_valid_tokens"), null, path), arrays.get("window_rows"), batch
+    return Call(tuple(destinations), arrays.get("num_valid_tokens"), null), arrays.get("window_rows"), batch
 
 
-def check_path(problems: Problems, call: Call | None, groups: Sequence[Group]) -> None:
-    """Records a problem unless the path has as many nodes as every group has draft tokens."""
-    if call is not None and call.path is not None:
-        for tokens in sorted({group.spec.num_draft_tokens for group in groups}):
-            problems.expect("accepted_path", "request, token", (call.batch, tokens), call.path.shape)
+def check_path(problems: Problems, path: Any, batch: int | None, groups: Sequence[Group]) -> jax.Array | None:
+    """`accepted_path` as int32 `[B, D]`, or None; records a problem unless D is that of every group."""
+    if path is None:
+        return None
+    lengths: list[int | Literal["D"]] = [*sorted({group.spec.num_draft_tokens for group in groups})] or ["D"]
+    return [checks.index_array(problems, "accepted_path", path, batch, tokens) for tokens in lengths][-1]
 
 
 def check_groups(

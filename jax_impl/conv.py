@@ -220,9 +220,11 @@ def causal_conv1d_verify(
     checks.spec_argument(spec)
     problems = Problems()
     inputs_kept = x is None and spec.storage == "inputs"
+    if x is None and not inputs_kept:
+        problems.add("x", f'an array with storage "{spec.storage}"', None, "Only rows of inputs can hold it already.")
     call, batch, stacked = check_call(
         problems, x, conv_state, weight, bias, spec, state_indices, layer, null_slot, activation, implementation,
-        needs_x=not inputs_kept,
+        needs_x=x is not None,
     )  # fmt: skip
     if not inputs_kept:
         check_x(problems, x, "request, token, channel", (batch, spec.num_draft_tokens, spec.conv_dim))
@@ -265,7 +267,7 @@ def _check_drafts(
     if resume_tokens is None:
         for name, value in (("resume_path", resume_path), ("resume_windows", resume_windows)):
             if value is not None:
-                problems.add(name, "None without resume_tokens", "an array")
+                problems.add(name, "None without resume_tokens", checks.given(value))
     elif inputs_kept and resume_windows is None:
         problems.add(
             "resume_windows",
@@ -274,9 +276,11 @@ def _check_drafts(
             "The buffer holds those of this step.",
         )
     if resume_windows is not None:
-        if spec.storage != "inputs":
-            problems.add("resume_windows", 'None with a storage other than "inputs"', f'storage "{spec.storage}"')
-        checks.cache_array(problems, "resume_windows", resume_windows, spec, stacked=stacked)
+        if spec.storage == "inputs":
+            checks.cache_array(problems, "resume_windows", resume_windows, spec, stacked=stacked)
+        else:
+            hint = "It resumes from the row that it writes."
+            problems.add("resume_windows", f'None with storage "{spec.storage}"', checks.given(resume_windows), hint)
     return Drafts(
         indices("parents", parents, tokens),
         indices("resume_tokens", resume_tokens, None),

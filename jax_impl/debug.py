@@ -123,7 +123,7 @@ def check_verify(
     }
     problems = Problems()
     if resume_tokens is None and resume_path is not None:
-        problems.add("resume_path", "None without resume_tokens", "an array")
+        problems.add("resume_path", "None without resume_tokens", checks.given(resume_path))
     return _report(problems, given, ("state_indices",), null_slot, spec, _of_verify)
 
 

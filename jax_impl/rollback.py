@@ -104,7 +104,6 @@ def commit_after_verify(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
-        accepted_path=accepted_path,
     )
     of_steps = rows if step_rows is None else checks.index_array(problems, "step_rows", step_rows, batch)
     checks.implementation_name(problems, implementation)
@@ -125,9 +124,10 @@ def commit_after_verify(
         like=conv[0].spec if conv else None,
         shares_rows=window_rows is not None and step_rows is None,
     )
-    check_path(problems, call, [*conv, *(group for group, _ in recurrent)])
+    path = check_path(problems, accepted_path, batch, [*conv, *(group for group, _ in recurrent)])
     problems.raise_if_any()
     assert call is not None
+    call = dataclasses.replace(call, path=path)
     committed = run_commit(call, [*conv, *(group for group, _ in recurrent)], implementation)
     done = [dataclasses.replace(one, conv_state=pool) for one, pool in zip(caches, committed, strict=False)]
     if not isinstance(cache, HybridCache):
@@ -206,7 +206,6 @@ def commit_recurrent_state(
         null_slot=null_slot,
         track_indices=track_indices,
         track_num_tokens=track_num_tokens,
-        accepted_path=accepted_path,
     )
     checks.implementation_name(problems, implementation)
     if not isinstance(layer_axis, bool | np.bool_):
@@ -224,9 +223,10 @@ def commit_recurrent_state(
         like=None,
         shares_rows=False,
     )
-    check_path(problems, call, [group for group, _ in groups])
+    path = check_path(problems, accepted_path, batch, [group for group, _ in groups])
     problems.raise_if_any()
     assert call is not None
+    call = dataclasses.replace(call, path=path)
     committed = run_commit(call, [group for group, _ in groups], implementation)
     return _as_given(state, groups, committed)
 

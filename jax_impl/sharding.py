@@ -785,7 +785,6 @@ def _start(mesh: Any, data_axis: Any, tensor_axis: Any) -> _Place:
 def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any) -> _Call:
     """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run."""
     problems = Problems()
-    problems = Problems()
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     wrong: dict[str, Any] = {}  # goes to the plain function as it is, which refuses it beside all else that is wrong

@@ -65,15 +65,25 @@ def gather_windows(
     path, slots = accepted_path, None
     if accepted_path is not None:
         path = checks.index_array(problems, "accepted_path", accepted_path, batch, spec.num_draft_tokens)
+    null = None
     if spec.storage == "inputs":
-        checks.cache_array(problems, "conv_state", conv_state, spec, stacked=stacked)
-        slots = checks.index_array(problems, "state_indices", state_indices, batch)
+        hint, of = "The rows hold the new inputs only.", 'with storage "inputs"'
+        if conv_state is None:
+            problems.add("conv_state", f"the pool {of}", None, hint)
+        else:
+            checks.cache_array(problems, "conv_state", conv_state, spec, stacked=stacked)
+        if state_indices is None:
+            problems.add("state_indices", f"the slot of each request {of}", None, hint)
+        else:
+            slots = checks.index_array(problems, "state_indices", state_indices, batch)
+        null = checks.null_slot_value(problems, null_slot)
     else:
         given = {"conv_state": conv_state, "state_indices": state_indices, "null_slot": null_slot}
         for name, value in given.items():
             if value is not None:
-                problems.add(name, f'None with storage "{spec.storage}"', type(value).__name__, "Its rows hold it all.")
-    null = checks.null_slot_value(problems, null_slot)
+                problems.add(
+                    name, f'None with storage "{spec.storage}"', checks.given(value), "Its rows hold whole windows."
+                )
     problems.raise_if_any()
     assert accepted is not None and rows is not None
     live = live_window(accepted, rows, None, spec=spec)

@@ -10,6 +10,11 @@ import numpy as np
 from jax_impl.layout import ConvCacheSpec
 
 SPEC = ConvCacheSpec(2, 5, 3, 96, 4, 3)
+INPUTS = ConvCacheSpec(2, 5, 3, 96, 4, 3, storage="inputs")
+LINKS = [[-1, 0, 1], [-1, 0, 1]]
+PATHS = [[0, 1, -1], [0, 1, 2]]
+# Calls with storage "inputs" have their name behind the function's: some arguments are of this storage only.
+OF_INPUTS = " of inputs"
 
 
 def zeros(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -37,14 +42,23 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     verified: dict[str, Any] = {"window_rows": ints(2, 0), "num_valid_tokens": ints(3, 2)}
     indices: dict[str, Any] = {
         "state_indices": ints(1, 2), "num_accepted_tokens": ints(1, 2), "track_indices": ints(3, 4),
-        "track_num_tokens": ints(1, 0), "null_slot": 0, **verified,
+        "track_num_tokens": ints(1, 0), "null_slot": 0, "accepted_path": PATHS, **verified,
     }  # fmt: skip
     commit: dict[str, Any] = {**indices, "implementation": "xla"}
     cache = jax_impl.HybridCache(jax_impl.ConvCache(state, windows, SPEC), zeros(2, 5, 7))
     after: dict[str, Any] = {**commit, "cache": cache, "step_states": zeros(2, 3, 3, 7), "step_rows": ints(1, 0)}
-    verify = {"x": zeros(2, 3, 96), "conv_windows": windows, **convolution, **verified}
+    resumed: dict[str, Any] = {"parents": LINKS, "resume_tokens": ints(1, 3), "resume_path": PATHS}
+    verify = {
+        "x": zeros(2, 3, 96), "conv_windows": windows, **convolution, **verified, **resumed, "resume_windows": None,
+    }  # fmt: skip
+    of_inputs = {"spec": INPUTS, "conv_windows": zeros(*INPUTS.windows_shape)}
+    verify_inputs = {**verify, **of_inputs, "x": None, "resume_windows": zeros(*INPUTS.windows_shape)}
     prefill = {"x": zeros(2, 7, 96), **convolution, "lengths": ints(7, 3), "has_initial_state": [True, False]}
-    gather = {"conv_windows": windows, "num_accepted_tokens": ints(1, 2), "spec": SPEC, "window_rows": ints(2, 0)}
+    gather: dict[str, Any] = {
+        "conv_windows": windows, "num_accepted_tokens": ints(1, 2), "spec": SPEC, "window_rows": ints(2, 0),
+        "conv_state": None, "state_indices": None, "null_slot": None, "accepted_path": PATHS,
+    }  # fmt: skip
+    gather_inputs = {**gather, **of_inputs, "conv_state": state, "state_indices": ints(1, 2), "null_slot": 0}
     commit_conv = {"conv_state": state, "conv_windows": windows, "spec": SPEC, **commit}
     parts = (ConvPart("q", 32, 2), ConvPart("v", 64, 4))
     channels = {"array": zeros(4, 96), "parts": parts, "num_ranks": 2, "axis": -1}
@@ -59,8 +73,10 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "causal_conv1d_prefill": (jax_impl.causal_conv1d_prefill, prefill),
         "causal_conv1d_update": (jax_impl.causal_conv1d_update, {"x": zeros(2, 96), **convolution}),
         "causal_conv1d_verify": (jax_impl.causal_conv1d_verify, verify),
+        f"causal_conv1d_verify{OF_INPUTS}": (jax_impl.causal_conv1d_verify, verify_inputs),
         "commit_after_verify": (jax_impl.commit_after_verify, after),
         "commit_conv_state": (jax_impl.commit_conv_state, commit_conv),
+        f"commit_conv_state{OF_INPUTS}": (jax_impl.commit_conv_state, {**commit_conv, **of_inputs}),
         "commit_recurrent_state": (
             jax_impl.commit_recurrent_state,
             {"state": zeros(2, 5, 7), "step_states": zeros(2, 3, 3, 7), "layer_axis": True, **commit},
@@ -72,12 +88,14 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "envelope_spec": (jax_impl.envelope_spec, {"spec": SPEC, "envelope_elements": 2 * 288}),
         "gather_windows": (jax_impl.gather_windows, gather),
+        f"gather_windows{OF_INPUTS}": (jax_impl.gather_windows, gather_inputs),
         "localize_slots": (
             jax_impl.localize_slots, {"slots": ints(1, 2), "rank": 1, "slots_per_rank": 2, "null_slot": 0},
         ),
         "partition_specs": (
             jax_impl.partition_specs, {"spec": SPEC, "data_axis": "data", "tensor_axis": "tensor"},
         ),
+        "path_to_node": (jax_impl.path_to_node, {"parents": jnp.asarray(LINKS), "nodes": ints(1, 2)}),
         "prepare_conv_weight": (jax_impl.prepare_conv_weight, {"weight": zeros(96, 1, 4), "bias": zeros(96)}),
         "reset_conv_state": (
             jax_impl.reset_conv_state, {"conv_state": state, "state_indices": ints(1, 2), "spec": SPEC, "null_slot": 0},
@@ -87,18 +105,26 @@ def jax_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "sharded_commit": (jax_impl.sharded_commit, {**commit_conv, **on_mesh}),
         "sharded_commit_after_verify": (jax_impl.sharded_commit_after_verify, {**after, **on_mesh}),
+        f"sharded_commit{OF_INPUTS}": (jax_impl.sharded_commit, {**commit_conv, **of_inputs, **on_mesh}),
         "sharded_gather": (jax_impl.sharded_gather, {**gather, **on_mesh}),
+        f"sharded_gather{OF_INPUTS}": (jax_impl.sharded_gather, {**gather_inputs, **on_mesh}),
         "sharded_prefill": (jax_impl.sharded_prefill, {**prefill, **on_mesh}),
         "sharded_update": (jax_impl.sharded_update, {"x": zeros(2, 96), **convolution, **on_mesh}),
         "sharded_verify": (jax_impl.sharded_verify, {**verify, **on_mesh}),
+        f"sharded_verify{OF_INPUTS}": (jax_impl.sharded_verify, {**verify_inputs, **on_mesh}),
         "track_tokens_at_boundary": (
             jax_impl.track_tokens_at_boundary,
             {"seq_lens": ints(3, 4), "num_accepted_tokens": ints(1, 2), "interval": 4},
         ),
         "use_storage": (jax_impl.use_storage, {"topk": 1, "parents": [-1, 0]}),
         "debug.check_commit": (debug.check_commit, {"spec": SPEC, **indices}),
+        "debug.check_verify": (
+            debug.check_verify, {"spec": SPEC, "state_indices": ints(1, 2), "null_slot": 0, **verified, **resumed},
+        ),
         "capacity.capacity": (capacity.capacity, {"spec": SPEC}),
-        "capacity.saving": (capacity.saving, {"width": 4, "num_draft_tokens": 3, "state_len": 3}),
+        "capacity.saving": (capacity.saving, {"width": 4, "num_draft_tokens": 3, "state_len": 3, "storage": "inputs"}),
+        "capacity.design_table": (capacity.design_table, {"width": 4, "draft_tokens": (3,), "state_len": 3}),
+        "capacity.column_bytes": (capacity.column_bytes, {"spec": SPEC}),
         "capacity.saving_table": (capacity.saving_table, {"widths": (4,), "draft_tokens": (3,), "state_len": 3}),
         "presets.get_preset": (presets.get_preset, {"name": "Qwen3.5-0.8B"}),
         "presets.Preset.spec": (preset.spec, {**of_rows, "tp": 2, **form}),
@@ -122,6 +148,7 @@ def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     import torch_ref
 
     spec = torch_ref.ConvCacheSpec(2, 5, 3, 96, 4, 3)
+    inputs = torch_ref.ConvCacheSpec(2, 5, 3, 96, 4, 3, storage="inputs")
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -137,12 +164,23 @@ def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     verified: dict[str, Any] = {"window_rows": ints(2, 0), "num_valid_tokens": ints(3, 2)}
     commit: dict[str, Any] = {
         "state_indices": ints(1, 2), "num_accepted_tokens": ints(1, 2), "track_indices": ints(3, 4),
-        "track_num_tokens": ints(1, 0), "null_slot": 0, **verified, "implementation": "eager",
+        "track_num_tokens": ints(1, 0), "null_slot": 0, "accepted_path": PATHS, **verified, "implementation": "eager",
     }  # fmt: skip
     eager = {"implementation": "eager"}
     cache = torch_ref.HybridCache(torch_ref.ConvCache(state, windows, spec), zeros(2, 5, 7))
     prefill = {"x": zeros(2, 7, 96), **convolution, "lengths": ints(7, 3), "has_initial_state": [True, False], **eager}
-    gather = {"conv_windows": windows, "num_accepted_tokens": ints(1, 2), "spec": spec, "window_rows": ints(2, 0)}
+    verify: dict[str, Any] = {
+        "x": zeros(2, 3, 96), "conv_windows": windows, **convolution, **verified, **eager, "parents": LINKS,
+        "resume_tokens": ints(1, 3), "resume_path": PATHS, "resume_windows": None,
+    }  # fmt: skip
+    of_inputs = {"spec": inputs, "conv_windows": zeros(*inputs.windows_shape)}
+    verify_inputs = {**verify, **of_inputs, "x": None, "resume_windows": zeros(*inputs.windows_shape)}
+    gather: dict[str, Any] = {
+        "conv_windows": windows, "num_accepted_tokens": ints(1, 2), "spec": spec, "window_rows": ints(2, 0),
+        "conv_state": None, "state_indices": None, "null_slot": None, "accepted_path": PATHS,
+    }  # fmt: skip
+    gather_inputs = {**gather, **of_inputs, "conv_state": state, "state_indices": ints(1, 2), "null_slot": 0}
+    commit_conv = {"conv_state": state, "conv_windows": windows, "spec": spec, **commit}
     sizes = {"num_layers": 2, "conv_dim": 96, "width": 4, "num_slots": 4, "max_requests": 2, "num_draft_tokens": 3}
     form = {"dtype": "bfloat16", "axis_order": "time_major", "storage": "sliding", "state_len": 3}
     return {
@@ -151,10 +189,8 @@ def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "allocate_conv_cache": (torch_ref.allocate_conv_cache, {"spec": spec, "device": "cpu"}),
         "causal_conv1d_prefill": (torch_ref.causal_conv1d_prefill, prefill),
         "causal_conv1d_update": (torch_ref.causal_conv1d_update, {"x": zeros(2, 96), **convolution, **eager}),
-        "causal_conv1d_verify": (
-            torch_ref.causal_conv1d_verify,
-            {"x": zeros(2, 3, 96), "conv_windows": windows, **convolution, **verified, **eager},
-        ),
+        "causal_conv1d_verify": (torch_ref.causal_conv1d_verify, verify),
+        f"causal_conv1d_verify{OF_INPUTS}": (torch_ref.causal_conv1d_verify, verify_inputs),
         "causal_conv1d_verify_float64": (
             torch_ref.causal_conv1d_verify_float64, {"x": zeros(2, 3, 96), **convolution, **verified},
         ),
@@ -162,15 +198,16 @@ def torch_calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             torch_ref.commit_after_verify,
             {**commit, "cache": cache, "step_states": zeros(2, 3, 3, 7), "step_rows": ints(1, 0)},
         ),
-        "commit_conv_state": (
-            torch_ref.commit_conv_state, {"conv_state": state, "conv_windows": windows, "spec": spec, **commit},
-        ),
+        "commit_conv_state": (torch_ref.commit_conv_state, commit_conv),
+        f"commit_conv_state{OF_INPUTS}": (torch_ref.commit_conv_state, {**commit_conv, **of_inputs}),
         "commit_recurrent_state": (
             torch_ref.commit_recurrent_state,
             {"state": zeros(2, 5, 7), "step_states": zeros(2, 3, 3, 7), "layer_axis": True, **commit},
         ),
         "dense_view": (torch_ref.dense_view, {"conv_windows": windows, "spec": spec}),
         "gather_windows": (torch_ref.gather_windows, gather),
+        f"gather_windows{OF_INPUTS}": (torch_ref.gather_windows, gather_inputs),
+        "path_to_node": (torch_ref.path_to_node, {"parents": torch.tensor(LINKS), "nodes": ints(1, 2)}),
         "reset_conv_state": (
             torch_ref.reset_conv_state,
             {"conv_state": state, "state_indices": ints(1, 2), "spec": spec, "null_slot": 0},

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.bad_input_calls import OF_INPUTS
+
 Entries = list[tuple[Any, str]]
 SHARED = "All tensors of a call share a device."
 FLOATS = "expected dtype bfloat16, float16, float32"
@@ -36,11 +38,48 @@ def index(name: str, requests: str = "2") -> Entries:
     ]
 
 
+def table(name: str, requests: str = "2") -> Entries:
+    """Of an index array `[B, D]`."""
+    shape = f"`{name}`: expected request, token = ({requests}, 3), got"
+    nested = f"`{name}`: expected a list of as many integers for each request, got"
+    return [
+        (ints(1, 2), f"{shape} (2,)."),
+        (torch.zeros(2, 4, dtype=torch.int32), f"{shape} (2, 4)."),
+        (torch.zeros(3, 3, dtype=torch.int64), f"{shape} (3, 3)."),
+        ([[-1, 0], [-1, 0]], f"{shape} (2, 2)."),
+        ([[-1, 0], [-1, 0, 1]], f"{nested} [[-1, 0], [-1, 0, 1]]."),
+        ([-1, 0], f"{nested} [-1, 0]."),
+        (zeros(2, 3), f"`{name}`: expected an integer dtype, got torch.bfloat16."),
+        (np.zeros((2, 3)), f"`{name}`: expected an integer dtype, got float64."),
+        elsewhere(name, 2, 3, dtype=torch.int32),
+    ]
+
+
+def inputs_array(name: str) -> Entries:
+    """Of a buffer with rows of inputs."""
+    shape = f"`{name}`: expected layer, row, column, channel = (2, 3, 3, 96)"
+    return [
+        (zeros(2, 3, 4, 96), f"{shape}, got (2, 3, 4, 96)."),
+        (
+            zeros(2, 3, 3, 96, dtype=torch.float32),
+            f"`{name}`: expected dtype torch.bfloat16, got torch.float32. {NO_CAST}",
+        ),
+        (7, f"`{name}`: expected a torch.Tensor, got int."),
+        (zeros(3, 3, 96), f"`{name}`: expected a layer axis, as conv_state has, got (3, 3, 96)."),
+    ]
+
+
 def tables() -> tuple[dict[str, Entries], dict[str, dict[str, Entries]]]:
     """What `COMMON` and `OWN` are there."""
     names = ("window_rows", "num_valid_tokens", "track_indices", "track_num_tokens", "step_rows", "lengths")
     common: dict[str, Entries] = {
         **{name: [*index(name), (ints(1, 2, 3), f"`{name}`: expected request = (2,), got (3,).")] for name in names},
+        **{name: table(name) for name in ("parents", "resume_path", "accepted_path")},
+        "resume_tokens": [
+            *index("resume_tokens"),
+            (ints(1, 2, 3), "`resume_tokens`: expected request = (2,), got (3,)."),
+            (None, "`resume_path`: expected None without `resume_tokens`, got [[0, 1, -1], [0, 1, 2]]."),
+        ],
         "num_accepted_tokens": index("num_accepted_tokens"),
         "state_indices": index("state_indices", "B"),
         "has_initial_state": [
@@ -118,7 +157,7 @@ def tables() -> tuple[dict[str, Entries], dict[str, dict[str, Entries]]]:
     choices = {
         "dtype": "bfloat16, float16, float32",
         "axis_order": "time_major, channel_major",
-        "storage": "sliding, dense",
+        "storage": "sliding, dense, inputs",
     }
     own: dict[str, dict[str, Entries]] = {
         "ConvCacheSpec": {
@@ -146,7 +185,76 @@ def tables() -> tuple[dict[str, Entries], dict[str, dict[str, Entries]]]:
             "state_indices": index("state_indices"),
             "x": [
                 (zeros(2, 4, 96), "`x`: expected request, token, channel = (2, 3, 96), got (2, 4, 96)."),
+                (
+                    None,
+                    "`x`: expected a torch.Tensor for storage 'sliding', got None. "
+                    "Only rows of inputs can have it already.",
+                ),
                 elsewhere("x", 2, 3, 96),
+            ],
+            "resume_windows": [
+                (
+                    zeros(2, 3, 5, 96),
+                    "`resume_windows`: expected None for storage 'sliding', got a torch.bfloat16 array of shape "
+                    "(2, 3, 5, 96). It resumes from the row that it writes.",
+                ),
+                (
+                    7,
+                    "`resume_windows`: expected None for storage 'sliding', got 7. "
+                    "It resumes from the row that it writes.",
+                ),
+            ],
+        },
+        f"causal_conv1d_verify{OF_INPUTS}": {
+            "state_indices": index("state_indices", "B"),
+            "conv_windows": inputs_array("conv_windows"),
+            "resume_windows": [
+                *inputs_array("resume_windows"),
+                elsewhere("resume_windows", 2, 3, 3, 96),
+                (
+                    None,
+                    "`resume_windows`: expected the previous step's inputs where `x` is None, got None. "
+                    "`conv_windows` has those of this step.",
+                ),
+            ],
+            "resume_tokens": [
+                *index("resume_tokens"),
+                (
+                    None,
+                    "`resume_path`: expected None without `resume_tokens`, got [[0, 1, -1], [0, 1, 2]].\n"
+                    "`resume_windows`: expected None without `resume_tokens`, got a torch.bfloat16 array of shape "
+                    "(2, 3, 3, 96).",
+                ),
+            ],
+        },
+        f"commit_conv_state{OF_INPUTS}": {"conv_windows": inputs_array("conv_windows")},
+        f"gather_windows{OF_INPUTS}": {
+            "num_accepted_tokens": index("num_accepted_tokens", "B"),
+            "conv_windows": inputs_array("conv_windows")[:3],
+            "conv_state": [
+                *common["conv_state"],
+                elsewhere("conv_state", 2, 5, 3, 96),
+                (
+                    None,
+                    "`conv_state`: expected the pool, for storage 'inputs', got None. "
+                    "The rows have the new inputs only.",
+                ),
+            ],
+            "state_indices": [
+                *index("state_indices"),
+                (None, "`state_indices`: expected an integer array of requests, got None."),
+            ],
+        },
+        "path_to_node": {
+            "parents": [
+                (zeros(2, 3), "`parents`: expected an integer dtype, got torch.bfloat16."),
+                (ints(1, 2), "`parents`: expected request, token, got (2,)."),
+                ([[0], [1, 2]], "`parents`: expected request, token, an array of integers, got [[0], [1, 2]]."),
+            ],
+            "nodes": [
+                (zeros(2), "`nodes`: expected an integer dtype, got torch.bfloat16."),
+                (ints(1, 2, 3), "`nodes`: expected request = (2,), got (3,)."),
+                elsewhere("nodes", 2, dtype=torch.int32),
             ],
         },
         "causal_conv1d_update": {
@@ -188,6 +296,20 @@ def tables() -> tuple[dict[str, Entries], dict[str, dict[str, Entries]]]:
                 (zeros(2, 3, 5, 96, device="meta"), on_meta.format(SHARED, SHARED)),
             ],
             "num_accepted_tokens": index("num_accepted_tokens", "B"),
+            "conv_state": [
+                (
+                    zeros(2, 5, 3, 96),
+                    "`conv_state`: expected None for storage 'sliding', got a torch.bfloat16 array of shape "
+                    "(2, 5, 3, 96). The rows have whole windows.",
+                )
+            ],
+            "state_indices": [
+                (
+                    [1, 2],
+                    "`state_indices`: expected None for storage 'sliding', got [1, 2]. The rows have whole windows.",
+                )
+            ],
+            "null_slot": [(0, "`null_slot`: expected None for storage 'sliding', got 0. The rows have whole windows.")],
         },
         "track_tokens_at_boundary": {
             "seq_lens": [(zeros(2), "`seq_lens`: expected an integer dtype, got torch.bfloat16.")],

@@ -21,7 +21,7 @@ import jax_impl
 from jax_impl import capacity, debug, presets, sharding
 from jax_impl.layout import ConvCacheSpec
 from tests import adapters, bad_input_calls
-from tests.bad_input_calls import SPEC, ints, zeros
+from tests.bad_input_calls import OF_INPUTS, SPEC, ints, zeros
 
 JAX = bad_input_calls.jax_calls()
 # Pytrees, which JAX builds with placeholders in them: what they hold is checked where they are used.
@@ -78,7 +78,34 @@ def index(name: str) -> Entries:
     ]
 
 
+def table(name: str, requests: str = "2", tokens: str = "3") -> Entries:
+    """Of an index array `[B, D]`."""
+    shape = f"`{name}`: expected request, token = ({requests}, {tokens}), got"
+    no_integers = f"`{name}`: expected an integer array, got"
+    return [
+        (ints(1, 2), f"{shape} (2,)."),
+        (ints(1, 2, 3, 4, 5, 6).reshape(2, 3, 1), f"{shape} (2, 3, 1)."),
+        (np.zeros((3, 3), np.int32), f"{shape} (3, 3)."),
+        ([[-1, 0, 1]], f"{shape} (1, 3)."),
+        ([[-1, 0], [-1, 0, 1]], f"{no_integers} a ragged or mixed list. Index arrays are int32."),
+        ([[-1, 0, 0.5], [-1, 0, 1]], f"{no_integers} a ragged or mixed list. Index arrays are int32."),
+        (zeros(2, 3), f"{no_integers} bfloat16. Index arrays are int32."),
+        (np.ones((2, 3), bool), f"{no_integers} bool. Index arrays are int32."),
+        (Deleted(2, 3, dtype=jnp.int32), gone(name, 2, 3)),
+        *(
+            []
+            if tokens == "D"
+            else [([[-1, 0], [-1, 0]], f"{shape} (2, 2)."), (np.zeros((2, 4), int), f"{shape} (2, 4).")]
+        ),
+    ]
+
+
 COMMON: dict[str, Entries] = {
+    **{name: table(name) for name in ("parents", "resume_path", "accepted_path")},
+    "resume_tokens": [
+        *index("resume_tokens"),
+        (None, "`resume_path`: expected None without resume_tokens, got an array."),
+    ],
     **{name: index(name) for name in ("num_accepted_tokens", "window_rows", "num_valid_tokens", "track_indices")},
     **{name: index(name) for name in ("track_num_tokens", "step_rows", "lengths")},
     "state_indices": [
@@ -191,7 +218,7 @@ COMMON: dict[str, Entries] = {
     "conv_dim": size("conv_dim", 1, -96),
     "dtype": [("int8", "`dtype`: expected one of bfloat16, float16, float32, got 'int8'.")],
     "axis_order": [("NCW", "`axis_order`: expected one of time_major, channel_major, got 'NCW'.")],
-    "storage": [("tree", "`storage`: expected one of sliding, dense, got 'tree'.")],
+    "storage": [("tree", "`storage`: expected one of sliding, dense, inputs, got 'tree'.")],
     "axis": [(1.5, "`axis`: expected an integer, got 1.5.")],
     "array": [(7, "`array`: expected an array, got 7."), (Deleted(4, 96), gone("array", 4, 96))],
 }
@@ -203,11 +230,101 @@ _CHECKPOINT: Entries = [
     (Deleted(96, 4), gone("weight", 96, 4)),
 ]
 _NO_NAME: dict[str, Entries] = {name: COMMON[name][1:] for name in ("data_axis", "tensor_axis")}  # there is no mesh
+_NOT_SLIDING = 'None with storage "sliding"'
+_VERIFY: dict[str, Entries] = {
+    "x": [
+        (zeros(2, 4, 96), "`x`: expected request, token, channel = (2, 3, 96), got (2, 4, 96)."),
+        (
+            None,
+            '`x`: expected an array with storage "sliding", got None. Only rows of inputs can hold it already.',
+        ),
+    ],
+    "resume_windows": [
+        (
+            zeros(2, 3, 5, 96),
+            f"`resume_windows`: expected {_NOT_SLIDING}, got an array. It resumes from the row that it writes.",
+        ),
+        (7, f"`resume_windows`: expected {_NOT_SLIDING}, got 7. It resumes from the row that it writes."),
+    ],
+}
+
+
+def inputs_array(name: str) -> Entries:
+    """Of a buffer with rows of inputs."""
+    shape = f"`{name}`: expected layer, row, column, channel = (2, 3, 3, 96)"
+    return [
+        (zeros(2, 3, 4, 96), f"{shape}, got (2, 3, 4, 96)."),
+        (zeros(2, 3, 96, 3), f"{shape}, got (2, 3, 96, 3)."),
+        (7, f"`{name}`: expected an array, got int."),
+        (
+            zeros(2, 3, 3, 96, dtype=jnp.float32),
+            f"`{name}`: expected dtype bfloat16 of the spec, got float32. {NO_CAST}",
+        ),
+        (Deleted(2, 3, 3, 96), gone(name, 2, 3, 3, 96)),
+    ]
+
+
+_VERIFY_INPUTS: dict[str, Entries] = {
+    "x": _VERIFY["x"][:1],
+    "conv_windows": inputs_array("conv_windows"),
+    "resume_windows": [
+        *inputs_array("resume_windows"),
+        (zeros(3, 3, 96), "`resume_windows`: expected layer, row, column, channel = (2, 3, 3, 96), got (3, 3, 96)."),
+        (
+            None,
+            "`resume_windows`: expected the array that holds the inputs of the step before, where x is None, got None. "
+            "The buffer holds those of this step.",
+        ),
+    ],
+    "resume_tokens": [
+        *index("resume_tokens"),
+        (
+            None,
+            "`resume_path`: expected None without resume_tokens, got an array.\n"
+            "`resume_windows`: expected None without resume_tokens, got an array.",
+        ),
+    ],
+}
+_COMMIT_INPUTS: dict[str, Entries] = {"conv_windows": inputs_array("conv_windows")}
 _GATHER: dict[str, Entries] = {
+    "conv_state": [
+        (
+            zeros(2, 5, 3, 96),
+            f"`conv_state`: expected {_NOT_SLIDING}, got an array. Its rows hold whole windows.",
+        )
+    ],
+    "state_indices": [
+        ([1, 2], f"`state_indices`: expected {_NOT_SLIDING}, got an array. Its rows hold whole windows."),
+    ],
+    "null_slot": [(0, f"`null_slot`: expected {_NOT_SLIDING}, got 0. Its rows hold whole windows.")],
     "num_accepted_tokens": [
         ([0.5], "`num_accepted_tokens`: expected an integer array, got float64. Index arrays are int32."),
         ([[1, 2]], "`num_accepted_tokens`: expected request = (B,), got (1, 2)."),
         (Deleted(2, dtype=jnp.int32), gone("num_accepted_tokens", 2)),
+    ],
+}
+_INPUTS_ONLY = "The rows hold the new inputs only."
+_GATHER_INPUTS: dict[str, Entries] = {
+    "num_accepted_tokens": _GATHER["num_accepted_tokens"],
+    "conv_windows": inputs_array("conv_windows"),
+    "conv_state": [
+        *(entry for entry in COMMON["conv_state"] if "for one layer" not in entry[1]),
+        (zeros(3), f"{STATE}, got (3,)."),
+        (zeros(5, 3, 96), f"{STATE}, got (5, 3, 96)."),
+        (None, f'`conv_state`: expected the pool with storage "inputs", got None. {_INPUTS_ONLY}'),
+    ],
+    "state_indices": [
+        *index("state_indices"),
+        (None, f'`state_indices`: expected the slot of each request with storage "inputs", got None. {_INPUTS_ONLY}'),
+    ],
+}
+_WIDTH: dict[str, Entries] = {
+    "width": [
+        (
+            0,
+            "`width`: expected an integer from 2 to 2^31-1, got 0.\n"
+            "`state_len`: expected width - 1 = -1 or width = 0, got 3.",
+        )
     ]
 }
 OWN: dict[str, dict[str, Entries]] = {
@@ -230,8 +347,22 @@ OWN: dict[str, dict[str, Entries]] = {
     "allocate_conv_cache": {
         "sharding": [("gpu", "`sharding`: expected a jax.sharding.Sharding or a device, got str.")]
     },
-    "causal_conv1d_verify": {
-        "x": [(zeros(2, 4, 96), "`x`: expected request, token, channel = (2, 3, 96), got (2, 4, 96).")]
+    "causal_conv1d_verify": _VERIFY,
+    "sharded_verify": _VERIFY,
+    f"causal_conv1d_verify{OF_INPUTS}": _VERIFY_INPUTS,
+    f"sharded_verify{OF_INPUTS}": _VERIFY_INPUTS,
+    f"commit_conv_state{OF_INPUTS}": _COMMIT_INPUTS,
+    f"sharded_commit{OF_INPUTS}": _COMMIT_INPUTS,
+    f"gather_windows{OF_INPUTS}": _GATHER_INPUTS,
+    f"sharded_gather{OF_INPUTS}": _GATHER_INPUTS,
+    "path_to_node": {
+        "parents": table("parents", tokens="D"),
+        "nodes": [
+            ([0.5], "`nodes`: expected an integer array, got float64. Index arrays are int32."),
+            ([[1, 2]], "`nodes`: expected request = (B,), got (1, 2)."),
+            (ints(1, 2, 3), "`parents`: expected request, token = (3, D), got (2, 3)."),
+            (Deleted(2, dtype=jnp.int32), gone("nodes", 2)),
+        ],
     },
     "causal_conv1d_update": {"x": [(zeros(2, 1, 96), "`x`: expected request, channel = (2, 96), got (2, 1, 96).")]},
     "causal_conv1d_prefill": {
@@ -309,14 +440,13 @@ OWN: dict[str, dict[str, Entries]] = {
         "topk": [(-1, "`topk`: expected an integer of at least 1, got -1.")],
         "parents": [(7, "`parents`: expected [token] or [request, token], got 7.")],
     },
-    "capacity.saving": {
-        "width": [
-            (
-                0,
-                "`width`: expected an integer from 2 to 2^31-1, got 0.\n"
-                "`state_len`: expected width - 1 = -1 or width = 0, got 3.",
-            )
-        ]
+    "capacity.saving": _WIDTH,
+    "capacity.design_table": {
+        **_WIDTH,
+        "draft_tokens": [
+            (3, "`draft_tokens`: expected integers, one or more, got 3."),
+            ([0], "`num_draft_tokens`: expected an integer from 1 to 2^31-1, got 0."),
+        ],
     },
     "capacity.saving_table": {
         "widths": [(4, "`widths`: expected integers, one or more, got 4.")],
@@ -443,7 +573,7 @@ def without_entry(functions: Any, calls: dict[str, Any], common: Any, own: Any) 
 def test_every_argument_has_an_entry() -> None:
     """A new argument needs a good value in `bad_input_calls` and a bad one, with its message, here."""
     assert without_entry(public_functions(), JAX, COMMON, OWN) == []
-    assert {name for name, _ in public_functions()} == set(JAX)
+    assert {name for name, _ in public_functions()} == {name.removesuffix(OF_INPUTS) for name in JAX}
 
 
 # ---- anything at all -------------------------------------------------------------------------------------------------

@@ -216,7 +216,8 @@ def test_nan_behind_a_draft_cuts_the_run(model: Any) -> None:
     """Tokens before the first NaN are accepted, those from there on are not."""
     greedy, block = jnp.asarray([[5, 6, 7]] * 4), jnp.asarray([[1, 5, 6]] * 4)
     is_number = jnp.asarray([[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1]], bool)
-    accepted, _ = decode._accept(block, greedy, is_number, jnp.full(4, 3), ())
+    is_stop = jnp.zeros_like(is_number)
+    accepted = decode._accept(block, greedy, is_number, jnp.full(4, 3), is_stop)
     assert accepted.tolist() == [3, 2, 1, 0]
 
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 REPEATS, THREAD_BYTES = 200, (2, 4, 8, 16)
 # More than 2^32 elements in both arrays; no size is a power of two, so an index cut short names no slot or row in use.
-HUGE = {"num_layers": 29, "num_slots": 6100, "max_requests": 4600, "conv_dim": 8192, "width": 4, "num_draft_tokens": 4}
+HUGE: dict[str, Any] = {
+    "num_layers": 29, "num_slots": 6100, "max_requests": 4600, "conv_dim": 8192, "width": 4, "num_draft_tokens": 4,
+}  # fmt: skip
 
 
 def by_time(array: np.ndarray, axis_order: str) -> np.ndarray:

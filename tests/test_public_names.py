@@ -31,39 +31,49 @@ JAX_IMPL = {
     ),
     "causal_conv1d_verify": (
         "x, conv_state, conv_windows, weight, bias=, *, spec, state_indices, layer=, window_rows=, "
-        "num_valid_tokens=, null_slot=, activation=, implementation="
+        "num_valid_tokens=, null_slot=, activation=, implementation=, parents=, resume_tokens=, "
+        "resume_path=, resume_windows="
     ),
     "commit_after_verify": (
         "cache, state_indices, num_accepted_tokens, *, step_states=, window_rows=, step_rows=, "
-        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation="
+        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation=, "
+        "accepted_path="
     ),
     "commit_conv_state": (
         "conv_state, conv_windows, state_indices, num_accepted_tokens, *, spec, window_rows=, "
-        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation="
+        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation=, "
+        "accepted_path="
     ),
     "commit_recurrent_state": (
         "state, step_states, state_indices, num_accepted_tokens, *, window_rows=, num_valid_tokens=, "
-        "null_slot=, track_indices=, track_num_tokens=, layer_axis=, implementation="
+        "null_slot=, track_indices=, track_num_tokens=, layer_axis=, implementation=, accepted_path="
     ),
     "envelope_slots": "state_indices, layer, *, spec, envelope_elements, first_element=, null_slot=",
     "envelope_spec": "spec, envelope_elements",
-    "gather_windows": "conv_windows, num_accepted_tokens, *, spec, window_rows=",
+    "gather_windows": (
+        "conv_windows, num_accepted_tokens, *, spec, window_rows=, conv_state=, state_indices=, "
+        "null_slot=, accepted_path="
+    ),
     "localize_slots": "slots, rank, slots_per_rank, null_slot=",
     "partition_specs": "spec, *, data_axis=, tensor_axis=",
+    "path_to_node": "parents, nodes",
     "prepare_conv_weight": "weight, bias=",
     "reset_conv_state": "conv_state, state_indices, *, spec, null_slot=",
     "shard_conv_weights": "weight, parts, num_ranks",
     "sharded_commit": (
         "conv_state, conv_windows, state_indices, num_accepted_tokens, *, spec, mesh, data_axis=, "
         "tensor_axis=, window_rows=, num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, "
-        "implementation="
+        "accepted_path=, implementation="
     ),
     "sharded_commit_after_verify": (
         "cache, state_indices, num_accepted_tokens, *, mesh, data_axis=, tensor_axis=, step_states=, "
         "window_rows=, step_rows=, num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, "
-        "implementation="
+        "accepted_path=, implementation="
     ),
-    "sharded_gather": "conv_windows, num_accepted_tokens, *, spec, mesh, data_axis=, tensor_axis=, window_rows=",
+    "sharded_gather": (
+        "conv_windows, num_accepted_tokens, *, spec, mesh, data_axis=, tensor_axis=, window_rows=, "
+        "conv_state=, state_indices=, null_slot=, accepted_path="
+    ),
     "sharded_prefill": (
         "x, conv_state, weight, bias=, *, spec, mesh, state_indices, data_axis=, tensor_axis=, lengths=, "
         "has_initial_state=, layer=, null_slot=, activation=, implementation="
@@ -73,8 +83,9 @@ JAX_IMPL = {
         "null_slot=, activation=, implementation="
     ),
     "sharded_verify": (
-        "x, conv_state, conv_windows, weight, bias=, *, spec, mesh, state_indices, data_axis=, tensor_axis=, "
-        "layer=, window_rows=, num_valid_tokens=, null_slot=, activation=, implementation="
+        "x, conv_state, conv_windows, weight, bias=, *, spec, mesh, state_indices, data_axis=, "
+        "tensor_axis=, layer=, window_rows=, num_valid_tokens=, null_slot=, activation=, implementation=, "
+        "parents=, resume_tokens=, resume_path=, resume_windows="
     ),
     "track_tokens_at_boundary": "seq_lens, num_accepted_tokens, interval",
     "use_storage": "topk, parents=",
@@ -98,7 +109,8 @@ TORCH_REF = {
     ),
     "causal_conv1d_verify": (
         "x, conv_state, conv_windows, weight, bias=, *, spec, state_indices, layer=, window_rows=, "
-        "num_valid_tokens=, null_slot=, activation=, implementation="
+        "num_valid_tokens=, null_slot=, activation=, implementation=, parents=, resume_tokens=, "
+        "resume_path=, resume_windows="
     ),
     "causal_conv1d_verify_float64": (
         "x, conv_state, weight, bias=, *, spec, state_indices, layer=, window_rows=, num_valid_tokens=, "
@@ -106,18 +118,24 @@ TORCH_REF = {
     ),
     "commit_after_verify": (
         "cache, state_indices, num_accepted_tokens, *, step_states=, window_rows=, step_rows=, "
-        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation="
+        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation=, "
+        "accepted_path="
     ),
     "commit_conv_state": (
         "conv_state, conv_windows, state_indices, num_accepted_tokens, *, spec, window_rows=, "
-        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation="
+        "num_valid_tokens=, null_slot=, track_indices=, track_num_tokens=, implementation=, "
+        "accepted_path="
     ),
     "commit_recurrent_state": (
         "state, step_states, state_indices, num_accepted_tokens, *, window_rows=, num_valid_tokens=, "
-        "null_slot=, track_indices=, track_num_tokens=, layer_axis=, implementation="
+        "null_slot=, track_indices=, track_num_tokens=, layer_axis=, implementation=, accepted_path="
     ),
     "dense_view": "conv_windows, *, spec",
-    "gather_windows": "conv_windows, num_accepted_tokens, *, spec, window_rows=",
+    "gather_windows": (
+        "conv_windows, num_accepted_tokens, *, spec, window_rows=, conv_state=, state_indices=, "
+        "null_slot=, accepted_path="
+    ),
+    "path_to_node": "parents, nodes",
     "reset_conv_state": "conv_state, state_indices, *, spec, null_slot=",
     "track_tokens_at_boundary": "seq_lens, num_accepted_tokens, interval",
     "use_storage": "topk, parents=",
@@ -159,8 +177,11 @@ def test_the_modules_a_user_may_name() -> None:
     from jax_impl.model import decode, weights
 
     kept = {
-        capacity: ("Capacity", "capacity", "gib", "published_table", "saving", "saving_table", "times"),
-        debug: ("check_commit",),
+        capacity: (
+            "Capacity", "capacity", "column_bytes", "design_table", "gib", "published_table", "saving", "saving_table",
+            "times",
+        ),
+        debug: ("check_commit", "check_verify"),
         presets: ("ConvPart", "PRESETS", "Preset", "get_preset"),
         sharding: (
             "ConvPartitionSpecs", "cache_specs", "channel_order", "local_spec", "shard_channels", "unshard_channels",

@@ -30,7 +30,10 @@ def verify(
     spec: ConvCacheSpec,
 ) -> tuple[Float[Array, "B D channel"], BFloat16[Array, "L R column channel"]]:
     """Verify as the contract has it: y like x, the buffer like the buffer."""
-    return jax_impl.causal_conv1d_verify(x, conv_state, conv_windows, weight, spec=spec, state_indices=slots, layer=1)
+    y, conv_windows = jax_impl.causal_conv1d_verify(
+        x, conv_state, conv_windows, weight, spec=spec, state_indices=slots, layer=1
+    )
+    return y, conv_windows
 
 
 @typed

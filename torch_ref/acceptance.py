@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_ref.checks import INT32, SHARED_DEVICE, IndexArray
+from torch_ref.checks import INT32, SHARED_DEVICE, IndexArray, is_strided
 from torch_ref.layout import LARGEST, as_integer, mismatch, raise_mismatches, shown
 
 
@@ -125,6 +125,9 @@ def _integers(
     name: str, value: Any, axes: str, wrong: list[str], device: torch.device | str = "cpu", *, signed: bool = False
 ) -> torch.Tensor:
     """An integer array as int64: a tensor where it is, a list or a NumPy array on `device`."""
+    if isinstance(value, torch.Tensor) and not is_strided(value):
+        wrong.append(mismatch(name, "a strided torch.Tensor", value.layout))
+        return torch.zeros(0, dtype=torch.int64, device=device)
     try:
         taken = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError):

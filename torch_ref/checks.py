@@ -52,16 +52,18 @@ class Indices:
         taken = self._integers(name, value)
         return None if taken is None else self._of_length(name, taken)
 
-    def table(self, name: str, value: IndexArray | None, num_tokens: int) -> torch.Tensor | None:
-        """An index for each request and token, int32 `[B, D]`, that may be None."""
+    def table(self, name: str, value: IndexArray | None, num_tokens: int | None) -> torch.Tensor | None:
+        """An index for each request and token, int32 `[B, D]`, that may be None; so may D, where it is not known."""
         taken = self._integers(name, value, nested=True)
         if taken is None:
             return None
         if taken.numel() == 0 and not isinstance(value, torch.Tensor):
-            taken = taken.reshape(0, num_tokens)  # a list of no requests has no tokens to count
-        if tuple(taken.shape) != (self.num_requests, num_tokens):
-            requests = "B" if self.num_requests is None else self.num_requests
-            self.wrong.append(mismatch(name, f"request, token = ({requests}, {num_tokens})", tuple(taken.shape)))
+            taken = taken.reshape(0, num_tokens or 0)  # a list of no requests has no tokens to count
+        expected = {"B": self.num_requests, "D": num_tokens}
+        known = [size in (None, found) for size, found in zip(expected.values(), taken.shape, strict=False)]
+        if taken.ndim != len(expected) or not all(known):
+            sizes = ", ".join(axis if size is None else str(size) for axis, size in expected.items())
+            self.wrong.append(mismatch(name, f"request, token = ({sizes})", tuple(taken.shape)))
         return taken.contiguous()
 
     def _integers(self, name: str, value: IndexArray | None, *, nested: bool = False) -> torch.Tensor | None:
@@ -259,7 +261,9 @@ class Call(Indices):
             else:
                 self.state = self.state[index : index + 1]
                 self.windows = self.windows[index : index + 1] if self.windows.ndim else self.windows
-                self.previous = None if self.previous is None else self.previous[index : index + 1]
+                self.previous = (
+                    None if self.previous is None or not self.previous.ndim else self.previous[index : index + 1]
+                )
 
     def take_options(self, null_slot: Any, activation: Any) -> None:
         """The static choices."""

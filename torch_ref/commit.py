@@ -282,7 +282,7 @@ class _Given:
             wrong.append(mismatch(missing, f"an index array beside `{given}`", None, "The two come together."))
         checked["track_slots"] = indices.index("track_indices", self.track_indices)
         checked["track_accepted"] = indices.index("track_num_tokens", self.track_num_tokens)
-        for tokens in num_tokens:  # with two different ones one of them is refused
+        for tokens in num_tokens or [None]:  # with two different ones one of them is refused
             checked["path"] = indices.table("accepted_path", self.accepted_path, tokens)
         check_null_slot(self.null_slot, wrong)
         return checked

@@ -95,9 +95,10 @@ def causal_conv1d_verify(
     advances = is_inputs and resume_tokens is not None
     call.check_written("conv_state", conv_state, written=advances)
     call.take_windows(conv_windows, written=x is not None)
-    call.take_previous(resume_windows)
+    if is_inputs:
+        call.take_previous(resume_windows)
     tokens = ("token", spec.num_draft_tokens)
-    call.take_inputs(x, weight, bias, tokens, state_indices, x_in_rows=x is None and is_inputs)
+    call.take_inputs(x, weight, bias, tokens, state_indices, x_in_rows=x is None)
     call.take_layer(layer)
     call.take_options(null_slot, activation)
     rows, valid = call.take_rows(window_rows), call.index("num_valid_tokens", num_valid_tokens)
@@ -120,10 +121,13 @@ def _check_resume(
     if resume_tokens is None:
         for name, value in (("resume_path", resume_path), ("resume_windows", resume_windows)):
             if value is not None:
-                wrong.append(mismatch(name, "None without `resume_tokens`", type(value).__name__))
+                wrong.append(mismatch(name, "None without `resume_tokens`", shown(value)))
     if resume_windows is not None and spec.storage != "inputs":
-        hint = "Other storages resume from the row that they write."
-        wrong.append(mismatch("resume_windows", "None, or storage 'inputs'", f"storage '{spec.storage}'", hint))
+        hint = "It resumes from the row that it writes."
+        wrong.append(mismatch("resume_windows", f"None for storage '{spec.storage}'", shown(resume_windows), hint))
+    if x is None and spec.storage != "inputs":
+        hint = "Only rows of inputs can have it already."
+        wrong.append(mismatch("x", f"a torch.Tensor for storage '{spec.storage}'", None, hint))
     if spec.storage == "inputs" and x is None and resume_tokens is not None and resume_windows is None:
         hint = "`conv_windows` has those of this step."
         wrong.append(mismatch("resume_windows", "the previous step's inputs where `x` is None", None, hint))
@@ -311,7 +315,7 @@ def gather_windows(
         for name, value in (("conv_state", conv_state), ("state_indices", state_indices), ("null_slot", null_slot)):
             if value is not None:
                 hint = "The rows have whole windows."
-                wrong.append(mismatch(name, f"None for storage '{spec.storage}'", type(value).__name__, hint))
+                wrong.append(mismatch(name, f"None for storage '{spec.storage}'", shown(value), hint))
     raise_mismatches(wrong)
     taken = reference.gather(
         windows, spec=spec, accepted=accepted, rows=rows, path=path, state=state, slots=slots, null_slot=null_slot
