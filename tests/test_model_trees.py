@@ -212,15 +212,19 @@ def test_trees_equal_greedy(num_draft_tokens: int, storage: Any, implementation:
     Keys are moved in place: every array of the state keeps its buffer."""
     if implementation == "pallas":
         adapters.path("jax-pallas-gpu")  # skips, naming what is missing
-    made = engine(num_draft_tokens, storage, looks_up=True, implementation=implementation)
-    assert follow(made).tokens == expected()
-    counts = made.statistics
-    assert 0 < counts.second_branches < counts.trees < counts.request_steps
-    assert counts.mean_accepted_length > 1.2
+    which = range(8)
+    if implementation == "pallas_interpret":
+        which = [6, 4, 3]  # a few tokens, for its time
+    else:
+        made = engine(num_draft_tokens, storage, looks_up=True, implementation=implementation)
+        assert follow(made).tokens == expected()
+        counts = made.statistics
+        assert 0 < counts.second_branches < counts.trees < counts.request_steps
+        assert counts.mean_accepted_length > 1.2
 
     made = engine(num_draft_tokens, storage, looks_up=False, implementation=implementation)
-    tokens, paths, right = follow(made)
-    assert tokens == expected()
+    tokens, paths, right = follow(made, which)
+    assert tokens == expected(which)
     assert paths == right
     of_second = [path for path in paths if path != list(range(len(path)))]
     assert len(of_second) == made.statistics.second_branches > len(paths) / 3

@@ -13,6 +13,7 @@ from jax_impl.model.tiny import TINY, tiny_model
 from jax_impl.model.weights import count_parameters
 
 NEW_TOKENS, INTERPRETED_TOKENS = 200, 20  # the interpreter takes a tenth of a second per step
+INTERPRETED_TREE_TOKENS = 5  # and several times that for a step of trees
 PROMPT_TOKENS = (2, 5, 12, 30)
 MAX_LEN = 256
 
@@ -74,23 +75,24 @@ def run(implementation: Implementation | None = None, storage: Storage = "slidin
     plain = Engine(config, parameters, drafter=NoDrafts(), num_draft_tokens=1, **sizes)
     greedy = plain.generate(prompts, new_tokens)
 
-    def speculate(drafter: Drafter, storage: Storage, what: str) -> tuple[str | None, Statistics]:
+    def speculate(drafter: Drafter, storage: Storage, count: int, what: str) -> tuple[str | None, Statistics]:
         engine = Engine(config, parameters, drafter=drafter, implementation=implementation, storage=storage, **sizes)
         engine.warm_up()
         mismatch = next(
             (
                 f"{what} differs from greedy decoding: request {request}, token {place}: expected {wanted}, got {got}."
-                for request, pair in enumerate(zip(engine.generate(prompts, new_tokens), greedy, strict=True))
-                for place, (got, wanted) in enumerate(zip(*pair, strict=True))
+                for request, pair in enumerate(zip(engine.generate(prompts, count), greedy, strict=True))
+                for place, (got, wanted) in enumerate(zip(pair[0], pair[1][:count], strict=True))
                 if got != wanted
             ),
             None,
         )
         return mismatch, engine.statistics
 
+    tree_tokens = INTERPRETED_TREE_TOKENS if implementation == "pallas_interpret" else new_tokens
     for_trees: Storage = "inputs" if storage == "sliding" else storage
-    mismatch, of_chains = speculate(PromptLookup(), storage, "speculative decoding")
-    mismatch_of_trees, of_trees = speculate(TreeLookup(), for_trees, "speculative decoding with trees")
+    mismatch, of_chains = speculate(PromptLookup(), storage, new_tokens, "speculative decoding")
+    mismatch_of_trees, of_trees = speculate(TreeLookup(), for_trees, tree_tokens, "speculative decoding with trees")
     seconds = time.perf_counter() - start
     return Example(
         mismatch or mismatch_of_trees, of_chains, of_trees, new_tokens, count_parameters(parameters), seconds
