@@ -196,13 +196,14 @@ def soak(
             if every_step:
                 model.compare(kept[0][number], kept[1][number], scan * steps + number)
         assert (int(differences), int(nonzero)) == (0, 0), f"scan {scan}: elements that differ, y that is not zero"
-        model.compare(*caches[0], scan * steps + steps - 1)
+        pool, windows = caches[0]
+        model.compare(pool, windows, scan * steps + steps - 1)
     assert live > scans * steps * requests // 3  # the draws are not all padding
 
 
 @both_orders
 @pytest.mark.parametrize("storage", ["sliding", "dense", "inputs"])
-def test_ten_thousand_steps(axis_order: Any, storage: Any) -> None:
+def test_thousands_of_steps(axis_order: Any, storage: Any) -> None:
     """2,500 steps in each form of the cache, every element looked at after every step."""
     spec = ConvCacheSpec(2, 23, 9, 12, 4, 3, "float32", axis_order, storage)
     soak(spec, ("xla",), requests=5, steps=500, scans=5, every_step=True)

@@ -863,8 +863,14 @@ def commit_call(storage: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "storage", "changes", "message"),
     [
-        (verify_call, "sliding", {"x": None}, "`x`: expected a torch.Tensor, got NoneType."),
-        (verify_call, "dense", {"x": None}, "`x`: expected a torch.Tensor, got NoneType."),
+        (
+            verify_call, "sliding", {"x": None},
+            "`x`: expected a torch.Tensor for storage 'sliding', got None. Only rows of inputs can have it already.",
+        ),
+        (
+            verify_call, "dense", {"x": None},
+            "`x`: expected a torch.Tensor for storage 'dense', got None. Only rows of inputs can have it already.",
+        ),
         (
             verify_call, "inputs", {"x": None, "resume_tokens": [1, 1]},
             "`resume_windows`: expected the previous step's inputs where `x` is None, got None. `conv_windows` has "
@@ -872,13 +878,13 @@ def commit_call(storage: Any, **changes: Any) -> Any:
         ),
         (
             verify_call, "inputs", {"resume_path": [[0, 1, 2]] * 2, "resume_windows": torch.zeros(2, 3, 3, 5)},
-            "`resume_path`: expected None without `resume_tokens`, got list.\n"
-            "`resume_windows`: expected None without `resume_tokens`, got Tensor.",
+            "`resume_path`: expected None without `resume_tokens`, got [[0, 1, 2], [0, 1, 2]].\n"
+            "`resume_windows`: expected None without `resume_tokens`, got a torch.float32 array of shape (2, 3, 3, 5).",
         ),
         (
             verify_call, "dense", {"resume_tokens": [1, 1], "resume_windows": torch.zeros(2, 3, 3, 3, 5)},
-            "`resume_windows`: expected None, or storage 'inputs', got storage 'dense'. Other storages resume from the "
-            "row that they write.",
+            "`resume_windows`: expected None for storage 'dense', got a torch.float32 array of shape (2, 3, 3, 3, 5). "
+            "It resumes from the row that it writes.",
         ),
         (
             verify_call, "inputs", {"resume_tokens": [1, 1], "resume_windows": torch.zeros(3, 3, 5).half()},
@@ -916,9 +922,10 @@ def commit_call(storage: Any, **changes: Any) -> Any:
         ),
         (
             gather_call, "dense", {"conv_state": torch.zeros(1), "state_indices": [1], "null_slot": 0},
-            "`conv_state`: expected None for storage 'dense', got Tensor. The rows have whole windows.\n"
-            "`state_indices`: expected None for storage 'dense', got list. The rows have whole windows.\n"
-            "`null_slot`: expected None for storage 'dense', got int. The rows have whole windows.",
+            "`conv_state`: expected None for storage 'dense', got a torch.float32 array of shape (1,). The rows "
+            "have whole windows.\n"
+            "`state_indices`: expected None for storage 'dense', got [1]. The rows have whole windows.\n"
+            "`null_slot`: expected None for storage 'dense', got 0. The rows have whole windows.",
         ),
         (
             commit_call, "inputs", {"accepted_path": [[0, 1, 2]] * 2},
