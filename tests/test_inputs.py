@@ -126,6 +126,7 @@ def test_verify(path: Path, spec: ConvCacheSpec, kind: str) -> None:
     if "tree" in kind:
         extra["parents"] = random_links(rng, size, spec)
         spoil(rng, extra["parents"], (tokens - 1, tokens, -2, INT32_MIN, INT32_MAX))
+        extra["parents"][np.arange(tokens) >= batch.valid[:, None]] = tokens  # which says nothing
     if "resume" in kind:  # every count among requests that are live otherwise, then counts that skip
         counts = [*range(tokens + 1), -1, tokens + 1, INT32_MIN, INT32_MAX]
         order = np.argsort(~live_otherwise(spec, batch, extra.get("parents")), kind="stable")
