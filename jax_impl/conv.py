@@ -217,6 +217,36 @@ def causal_conv1d_verify(
       >>> y.ravel().tolist(), windows.ravel().tolist()
       ([34.0, 45.0], [4.0, 5.0])
     """
+    call, rows, valid, drafts = _check_verify(
+        x, conv_state, conv_windows, weight, bias, spec, state_indices, layer, window_rows, num_valid_tokens, null_slot,
+        activation, implementation, parents, resume_tokens, resume_path, resume_windows,
+    )  # fmt: skip
+    chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
+    if chosen == "xla":
+        return _verify_xla(call, conv_state, conv_windows, rows, valid, drafts)
+    return _verify_pallas(call, conv_state, conv_windows, rows, valid, drafts, interpret=chosen != "pallas")
+
+
+def _check_verify(
+    x: Any,
+    conv_state: Any,
+    conv_windows: Any,
+    weight: Any,
+    bias: Any,
+    spec: ConvCacheSpec,
+    state_indices: Any,
+    layer: Any,
+    window_rows: Any,
+    num_valid_tokens: Any,
+    null_slot: Any,
+    activation: Any,
+    implementation: Any,
+    parents: Any,
+    resume_tokens: Any,
+    resume_path: Any,
+    resume_windows: Any,
+) -> tuple[Call, jax.Array | None, jax.Array | None, Drafts]:
+    """What a verify is asked for: the call, rows and valid tokens if given, the drafts. Raises unless all fits."""
     checks.spec_argument(spec)
     problems = Problems()
     inputs_kept = x is None and spec.storage == "inputs"
@@ -238,12 +268,8 @@ def causal_conv1d_verify(
         batch=batch, stacked=stacked, inputs_kept=inputs_kept,
     )  # fmt: skip
     problems.raise_if_any()
-    assert call is not None and rows is not None
-    chosen = choose_implementation(implementation, [spec], call.slots.shape[0])
-    if chosen == "xla":
-        return _verify_xla(call, conv_state, conv_windows, rows, valid, drafts)
-    rows_given = None if window_rows is None else rows
-    return _verify_pallas(call, conv_state, conv_windows, rows_given, valid, drafts, interpret=chosen != "pallas")
+    assert call is not None
+    return call, None if window_rows is None else rows, valid, drafts
 
 
 def _check_drafts(
@@ -415,11 +441,12 @@ def _verify_xla(
     call: Call,
     conv_state: jax.Array,
     conv_windows: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     valid: jax.Array | None,
     drafts: Drafts,
 ) -> tuple[jax.Array, ...]:
     spec, tokens = call.spec, call.spec.num_draft_tokens
+    rows = jnp.arange(call.slots.shape[0], dtype=jnp.int32) if rows is None else rows
     live = live_requests(call.slots, call.layer, rows, valid, spec=spec, null_slot=call.null_slot)
     links = None if drafts.parents is None else [drafts.parents[:, token] for token in range(tokens)]
     if links is not None:
@@ -676,7 +703,7 @@ def _conv_kernel(
 
     spec, how = plan.spec, (plan.vector, plan.interpret)
     *written, y_out = outputs_out
-    arrays = inputs | dict(zip(plan.written, written, strict=True))
+    arrays_out = dict(zip(plan.written, written, strict=True))
     channels = span(grid_index("block") * plan.block, plan.block)
     layer = (inputs["layer_in"][0],) if plan.stacked else ()
     safe_layer = tuple(jnp.clip(one, 0, spec.num_layers - 1) for one in layer)
@@ -699,9 +726,9 @@ def _conv_kernel(
         start = read(inputs["bias_in"], *of_weight, count=1)[0]
     else:
         start = no_bias() if plan.interpret else jnp.float32(0)
-    states = [_load_history(arrays, one, safe_layer, channels, plan=plan) for one in targets]
+    states = [_load_history(inputs, arrays_out, one, safe_layer, channels, plan=plan) for one in targets]
     for target, state, x in zip(targets, states, fresh, strict=True):
-        _convolve_request(arrays, y_out, target, (state, x, taps, start), channels, plan=plan)
+        _convolve_request(arrays_out, y_out, target, (state, x, taps, start), channels, plan=plan)
 
 
 def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, ...], *, plan: Plan) -> Target:
@@ -733,15 +760,23 @@ def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, 
 
 
 def _load_history(
-    arrays: dict[str, Any], target: Target, layer: tuple[jax.Array, ...], channels: Any, *, plan: Plan
+    # inputs
+    inputs: dict[str, Any],
+    # outputs: read here, as they were
+    arrays_out: dict[str, Any],
+    target: Target,
+    layer: tuple[jax.Array, ...],
+    channels: Any,
+    *,
+    plan: Plan,
 ) -> list[jax.Array]:
     """The S columns before a request's first token: its slot's, or those after the tokens that it resumes from."""
     spec, count = plan.spec, plan.spec.state_columns
     slot, row = ((*layer, jnp.where(target.inside, one, jnp.int32(0))) for one in (target.slot, target.row))
-    pool = arrays["state_out"] if "state_out" in plan.written else arrays["state_in"]
+    pool = arrays_out["state_out"] if "state_out" in plan.written else inputs["state_in"]
     if target.resume is None:
         return load_entry(pool, slot, channels, count, plan=plan, read_only=not plan.advance)
-    buffer = next(arrays[name] for name in ("previous_in", "windows_out") if name in arrays)
+    buffer = inputs["previous_in"] if "previous_in" in inputs else arrays_out["windows_out"]
     if spec.storage == "inputs":
         columns: list[history.Column] = target.places
         return load_either(

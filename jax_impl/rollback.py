@@ -130,9 +130,12 @@ def commit_after_verify(
     call = dataclasses.replace(call, path=path)
     committed = run_commit(call, [*conv, *(group for group, _ in recurrent)], implementation)
     done = [dataclasses.replace(one, conv_state=pool) for one, pool in zip(caches, committed, strict=False)]
-    if not isinstance(cache, HybridCache):
-        return structure.unflatten(done)
-    return HybridCache(structure.unflatten(done), _as_given(hybrid.recurrent_state, recurrent, committed[len(conv) :]))
+    return _like(cache, structure.unflatten(done), _as_given(hybrid.recurrent_state, recurrent, committed[len(conv) :]))
+
+
+def _like(cache: Any, conv: Any, recurrent_state: Any) -> Any:
+    """The conv caches and recurrent states in the form in which `cache` was given."""
+    return HybridCache(conv, recurrent_state) if isinstance(cache, HybridCache) else conv
 
 
 def _conv_caches(problems: Problems, conv: Any) -> tuple[list[ConvCache], Any]:

@@ -37,6 +37,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
     # the interpreter keeps an input as it was whatever a kernel stores to it; on a card, and to the lint, it shows
     "lint": ("tests/test_kernel_lint.py", "-k", "kernels_read"),
     "pairs": ("tests/test_verify.py", "-k", "two_requests"),
+    "paths": ("tests/test_inputs.py", "-k", "path_to_node"),
     "rollback": ("tests/test_rollback.py", "-k", "accepted_from_index"),
     "slots": ("tests/test_sharding.py", "-k", "of_one_rank or past_32_bits or global_number"),
 }
@@ -47,6 +48,8 @@ for _short, _path in PATHS.items():
         f"verify-{_short}": ("tests/test_verify.py", "-k", f"{_path} and not verify_equals"),
         f"steps-{_short}": ("tests/test_decode_equivalence.py", "-k", _path),
         f"grid-{_short}": ("tests/test_verify.py", "-k", f"{_path} and verify_equals"),
+        f"inputs-verify-{_short}": ("tests/test_inputs.py", "-k", f"{_path} and test_verify and K4"),
+        f"inputs-commit-{_short}": ("tests/test_inputs.py", "-k", f"{_path} and test_commit and K4"),
     }
 
 

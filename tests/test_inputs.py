@@ -6,9 +6,11 @@ Everything that a call must not read is a NaN with a payload: the loops record w
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl import path_to_node
 from jax_impl.layout import AXIS_ORDERS, STORAGES, ConvCacheSpec
 from tests import definition, histories
 from tests.adapters import FAST, PATHS, Path
@@ -79,9 +81,9 @@ def random_paths(rng: np.random.Generator, counts: np.ndarray, spec: ConvCacheSp
 
 
 def spoil(rng: np.random.Generator, array: np.ndarray, outside: tuple[int, ...]) -> None:
-    """Puts one value that must not be followed into every fourth row."""
+    """Puts one value that must not be followed into every fourth row, one after the other."""
     for row in range(3, len(array), 4):
-        array[row, rng.integers(array.shape[1])] = outside[row % len(outside)]
+        array[row, rng.integers(array.shape[1])] = outside[row // 4 % len(outside)]
 
 
 def nothing_seen(spec: ConvCacheSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -117,13 +119,14 @@ def test_verify(path: Path, spec: ConvCacheSpec, kind: str) -> None:
     """All reasons to skip mixed; x given or kept in the buffer, a chain or trees, from the slot or resumed."""
     seed = SPECS.index(spec)
     rng = np.random.default_rng(seed)
-    explicit = [("rows", "valid"), ("valid",), ("rows",)][seed % 3]
+    explicit = [("rows", "valid"), ("valid",), ("rows",)][(seed + KINDS.index(kind)) % 3]
     batch = mixed_batch(spec, seed=seed, explicit=explicit, null_slot=[0, None][seed % 2])
     size, tokens = len(batch.slots), spec.num_draft_tokens
     extra: dict[str, Any] = {}
     if "tree" in kind:
         extra["parents"] = random_links(rng, size, spec)
-        spoil(rng, extra["parents"], (tokens, -2, INT32_MIN, INT32_MAX))
+        spoil(rng, extra["parents"], (tokens - 1, tokens, -2, INT32_MIN, INT32_MAX))
+        extra["parents"][np.arange(tokens) >= batch.valid[:, None]] = tokens  # which says nothing
     if "resume" in kind:  # every count among requests that are live otherwise, then counts that skip
         counts = [*range(tokens + 1), -1, tokens + 1, INT32_MIN, INT32_MAX]
         order = np.argsort(~live_otherwise(spec, batch, extra.get("parents")), kind="stable")
@@ -237,3 +240,26 @@ def test_commit_and_gather(path: Path, spec: ConvCacheSpec, tracked: bool, with_
                     slots[layer, slot] if spec.storage == "inputs" else None, rows[layer, row], spec,
                 )  # fmt: skip
         assert_same_bits(np.ascontiguousarray(found[:, request]), window, f"window of request {request}")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_path_to_node(tokens: int) -> None:
+    """By walking up the links; where one of them leads nowhere, nothing is accepted."""
+    rng, size = np.random.default_rng(tokens), 200
+    links = rng.integers(-1, np.broadcast_to(np.arange(tokens), (size, tokens))).astype(np.int32)
+    spoil(rng, links, (tokens - 1, tokens, -2, INT32_MIN, INT32_MAX))
+    nodes = rng.integers(-1, tokens, size).astype(np.int32)
+    nodes[:4] = [-2, tokens, INT32_MIN, INT32_MAX]
+    paths, counts = (np.asarray(one) for one in path_to_node(jnp.asarray(links), jnp.asarray(nodes)))
+    refused = 0
+    for parents, node, path, count in zip(links.tolist(), nodes.tolist(), paths.tolist(), counts.tolist(), strict=True):
+        line: list[int] = [node] if 0 <= node < tokens else []
+        while line and line[0] >= 0:
+            above = parents[line[0]]
+            line = [above, *line] if -1 <= above < line[0] else []
+        expected = line[1:]
+        refused += 0 <= node < tokens and not expected
+        assert count == len(expected)
+        assert path[:count] == expected
+        assert count == 0 or path[count:] == [-1] * (tokens - count)
+    assert refused

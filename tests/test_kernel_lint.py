@@ -1,7 +1,8 @@
 """How kernels are written, read off the source: what they read ends in `_in`, what they write in `_out`, in this order.
 
 A kernel function is one that `call_in_place` launches, or one that such a function calls with a ref. In torch_ref,
-whose kernels follow the field's dialect, the groups are the comments `# inputs` and `# outputs` in the signature.
+whose kernels follow the field's dialect, the groups are the comments `# inputs`, `# outputs` and `# inputs and outputs`
+in the signature. Of a dictionary the keys have the suffix as well.
 While a kernel runs, the interpreter's race detector finds what no source shows: two blocks that write one place.
 """
 
@@ -19,9 +20,11 @@ import pytest
 from jax_impl import ConvCacheSpec, causal_conv1d_update, causal_conv1d_verify, commit_conv_state, pallas_backend
 
 ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jax_impl"
 MAX_LINES = 90
 PACKAGES = ("jax_impl", "torch_ref")
-KERNELS_IN = ("commit", "conv", "prefill")
+KERNELS_IN = ("commit", "conv", "entries", "prefill")
+TRITON_IN = ("columns", "commit_kernel", "kernels", "verify_kernel")
 LAUNCHED = {"_commit_kernel", "_conv_kernel", "_prefill_kernel"}
 
 Functions = dict[str, ast.FunctionDef]
@@ -37,7 +40,7 @@ def all_functions(tree: ast.AST) -> list[Any]:
 
 @functools.cache
 def jax_functions() -> Functions:
-    files = [ROOT / "jax_impl" / f"{name}.py" for name in KERNELS_IN]
+    files = [PACKAGE / f"{name}.py" for name in KERNELS_IN]
     return {node.name: node for file in files for node in tree_of(file).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -124,21 +127,33 @@ def problems_of(functions: Functions) -> list[str]:
         for target, line in stores(function):
             if is_in(target) or (target not in local and not is_out(target)):
                 found.append(f"{name}:{line}: a store to {target}, which is no output")
-        keys = [
-            node.slice.value
-            for node in ast.walk(function)
-            if isinstance(node, ast.Subscript)
-            and ast.unparse(node.value) == "inputs"
-            and isinstance(node.slice, ast.Constant)
-        ]
-        found += [f"{name}: inputs[{key!r}] does not end in _in" for key in keys if not str(key).endswith("_in")]
+        for array, key in named_elements(function):
+            suffix = "_in" if array == "inputs" else "_out"
+            if not key.endswith(suffix):
+                found.append(f"{name}: {array}[{key!r}] does not end in {suffix}")
     return found
+
+
+def named_elements(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """`inputs["key"]` and `…_out["key"]`."""
+    for node in ast.walk(function):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and isinstance(node.slice, ast.Constant)
+        ):
+            array, key = node.value.id, node.slice.value
+            if isinstance(key, str) and (array == "inputs" or is_out(array)):
+                yield array, key
 
 
 def test_the_kernels_are_found() -> None:
     assert launched(jax_functions()) == LAUNCHED
-    helpers = {"_copy_unit", "_store_row", "store_entry", "load_state", "_target", "_convolve_chunk", "_first_state"}
-    assert helpers < set(kernel_functions(jax_functions()))
+    helpers = {
+        *("_copy_unit", "_move_unit", "_target", "_load_history", "_convolve_request", "_store_columns"),
+        *("store_entry", "_convolve_chunk", "_first_state", "_last_inputs"),
+    }
+    assert helpers | LAUNCHED == set(kernel_functions(jax_functions()))
 
 
 def test_kernels_read_what_is_in_and_write_what_is_out() -> None:
@@ -156,6 +171,9 @@ def test_kernels_read_what_is_in_and_write_what_is_out() -> None:
         ("def k(y_out, x_in): y_out[0] = x_in[0]", "not in the order"),
         ("def k(inputs, place, y_out): y_out[0] = 1", "not in the order"),
         ("def k(inputs, y_out): y_out[0] = inputs['slots'][0]", "does not end in _in"),
+        ("def k(arrays_out, *y_out): y_out[0] = arrays_out['state_in'][0]", "does not end in _out"),
+        ("def k(inputs, *y_out): store_entry(inputs['x_in'], y_out[0])", "a store to inputs"),
+        ("def k(inputs, *arrays): arrays[0][0] = 1", "a store to arrays,"),
         ("def k(x_in, y_out): helper(x_in)\ndef helper(x_in): x_in[0] = 1", "helper:2: a store to x_in"),
     ],
 )
@@ -167,35 +185,43 @@ def test_a_breach_is_seen(line: str, problem: str) -> None:
 
 
 def test_words_that_load_store_nothing() -> None:
-    """`load_runs` and the like take any ref: they must leave it alone, interpreted and compiled."""
-    for function in all_functions(tree_of(ROOT / "jax_impl" / "pallas_backend.py")):
-        if function.name.startswith("load"):
-            assert not [one for one in stores(function) if one[0] == "ref"], function.name
+    """`load_runs`, `load_entry` and the like take any ref: they must leave it alone, interpreted and compiled."""
+    functions = [
+        one for name in ("pallas_backend", "entries") for one in all_functions(tree_of(PACKAGE / f"{name}.py"))
+    ]
+    loads = [one for one in functions if one.name.startswith("load")]
+    assert {"load_runs", "load_columns", "load_tile", "load_entry", "load_either"} <= {one.name for one in loads}
+    for function in loads:
+        assert not stored_parameters(function), function.name
+    (breach,) = all_functions(ast.parse("def load(one, plan): store_runs(one[0], 1)"))
+    assert stored_parameters(breach) == {"one"}
+
+
+def stored_parameters(function: ast.FunctionDef) -> set[str]:
+    return {name for name, _ in stores(function)} & set(parameters(function))
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def triton_functions() -> Functions:
-    tree = tree_of(ROOT / "torch_ref" / "kernels.py")
+def triton_functions(source: str) -> Functions:
     return {
         node.name: node
-        for node in tree.body
+        for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
     }
 
 
-def signature_groups(function: ast.FunctionDef, source: list[str]) -> dict[str, set[str]]:
-    """Pointer parameters by the comment above them: "inputs" and "outputs"."""
-    groups: dict[str, set[str]] = {"inputs": set(), "outputs": set()}
+def signature_outputs(function: ast.FunctionDef, source: str) -> set[str]:
+    """Pointer parameters under a comment "outputs" or "inputs and outputs"."""
+    outputs: set[str] = set()
     group = ""
-    for number in range(function.lineno, function.body[0].lineno):
-        line = source[number - 1].strip()
-        if line.startswith("#"):
-            group = line.removeprefix("#").split(":")[0].strip()
-        elif group in groups:
-            groups[group] |= {one.strip() for one in line.split(",") if one.strip().startswith("p_")}
-    return groups
+    for line in source.splitlines()[function.lineno : function.body[0].lineno - 1]:
+        if line.strip().startswith("#"):
+            group = line.strip().removeprefix("#").split(":")[0].strip()
+        elif group in ("outputs", "inputs and outputs"):
+            outputs |= {one.strip() for one in line.split(",") if one.strip().startswith("p_")}
+    return outputs
 
 
 def written_parameters(functions: Functions) -> dict[str, set[str]]:
@@ -223,19 +249,52 @@ def written_parameters(functions: Functions) -> dict[str, set[str]]:
     return written
 
 
+def triton_problems(sources: list[str]) -> list[str]:
+    """Kernels and helpers that write something else than their outputs; a helper without outputs writes nothing."""
+    by_source = [(source, triton_functions(source)) for source in sources]
+    written = written_parameters({name: one for _, functions in by_source for name, one in functions.items()})
+    found = []
+    for source, functions in by_source:
+        for name, function in functions.items():
+            outputs = signature_outputs(function, source)
+            if written[name] != outputs:
+                found.append(f"{name}: writes {sorted(written[name])}, and its outputs are {sorted(outputs)}")
+    return found
+
+
 def test_triton_kernels_write_exactly_their_outputs() -> None:
-    functions = triton_functions()
-    source = (ROOT / "torch_ref" / "kernels.py").read_text(encoding="utf-8").splitlines()
-    written = written_parameters(functions)
-    outputs = {name: signature_groups(function, source)["outputs"] for name, function in functions.items()}
-    inputs = {name: signature_groups(function, source)["inputs"] for name, function in functions.items()}
-    grouped = {name for name in functions if outputs[name]}
-    assert grouped == {"_copy_window", "commit_kernel", "verify_kernel"}
-    for name in grouped:
-        assert written[name] == outputs[name], name
-        assert not written[name] & inputs[name], name
-    assert written["_store_pieces"] == {"p_row"}
-    assert not written["_load_columns"] | written["_load_taps"]
+    sources = [(ROOT / "torch_ref" / f"{name}.py").read_text(encoding="utf-8") for name in TRITON_IN]
+    outputs = {
+        name: signature_outputs(function, source)
+        for source in sources
+        for name, function in triton_functions(source).items()
+    }
+    assert {name: one for name, one in outputs.items() if one} == {
+        "_copy_window": {"p_state"},
+        "commit_kernel": {"p_state"},
+        "commit_inputs_kernel": {"p_state"},
+        "verify_kernel": {"p_state", "p_windows", "p_y"},
+        "store_pieces": {"p_row"},
+        "_store_y": {"p_request"},
+    }
+    assert triton_problems(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("signature", "body", "seen"),
+    [
+        ("    # inputs\n    p_x,\n    # outputs\n    p_y,", "tl.store(p_x, 1); tl.store(p_y, 1)", "['p_x', 'p_y']"),
+        ("    # inputs\n    p_x,\n    # outputs\n    p_y,", "p_at = p_x + 1; put(p_at); put(p_y)", "['p_x', 'p_y']"),
+        ("    # inputs\n    p_x,\n    # outputs\n    p_y,", "tl.load(p_x)", "writes []"),
+        ("    # inputs and outputs\n    p_x,", "tl.load(p_x)", "writes []"),
+        ("    # inputs\n    p_x,\n    # sizes\n    n,", "tl.store(p_x + n, 1)", "outputs are []"),
+        ("    p_x,", "put(p_x)", "outputs are []"),
+    ],
+)
+def test_a_breach_in_triton_is_seen(signature: str, body: str, seen: str) -> None:
+    helper = "@triton.jit\ndef put(\n    # outputs\n    p_to,\n):\n    tl.store(p_to, 0)\n"
+    (found,) = triton_problems([helper, f"@triton.jit\ndef k(\n{signature}\n):\n    {body}\n"])
+    assert seen in found
 
 
 # --- size -------------------------------------------------------------------------------------------------------------
