@@ -197,6 +197,9 @@ def test_commit_and_gather(path: Path, spec: ConvCacheSpec, tracked: bool, with_
     if tracked:
         free = rng.permutation(np.setdiff1d(np.arange(1, spec.num_slots), batch.slots))[:size]
         counts = rng.permutation(np.resize(np.asarray([*range(tokens + 1), -1, tokens + 1]), size))
+        counts[np.isin(batch.slots, [one for one in batch.slots if (batch.slots == one).sum() > 1])] = (
+            0  # not named twice
+        )
         free[::5] = np.resize([-1, spec.num_slots, INT32_MIN, INT32_MAX], len(free[::5]))
         sets.append((free.astype(np.int32), counts.astype(np.int32)))
         extra |= {"track_indices": sets[1][0], "track_num_tokens": sets[1][1]}
