@@ -116,7 +116,7 @@ def commit_conv_state(
     Assumes:
       Live requests name different slots, and track slots are not among the committed ones; the content of a slot named
       twice is unspecified, everything else is still right (`jax_impl.debug.check_commit` reports it). With storage
-      "inputs" that holds for a snapshot's slot from which another request's window is made, and for that window, too.
+      "inputs" a snapshot is unspecified too whose own slot another request commits or snapshots to.
 
     Moves:
       L * live * S * conv_dim elements read and written, in one kernel launch for all groups and both index sets

@@ -467,7 +467,7 @@ def _verify_xla(
         columns = _history_then_inputs(call, state)
         y = _convolve(call, [columns[token : token + spec.width] for token in range(tokens)], token_is_valid)
         shared = columns[len(columns) - (tokens + spec.state_columns - 1) :]
-        after = [shared[token : token + spec.state_columns] for token in range(tokens)]
+        after = _stacked([shared[token : token + spec.state_columns] for token in range(tokens)])
         row = shared[len(shared) - spec.num_columns :]
     else:
         old = [state[:, column] for column in range(spec.state_columns)]
@@ -475,7 +475,7 @@ def _verify_xla(
         before = history.node_histories(old, row, links, history.choose_plain)
         inputs = list(zip(before, row, strict=True))
         y = _convolve(call, [[*one[len(one) - (spec.width - 1) :], x] for one, x in inputs], token_is_valid)
-        after = [[*one[1:], x] for one, x in inputs]
+        after = _tree_windows(old, row, links)
         row = [*old[1:], *row] if spec.storage == "sliding" else row
     if not inputs_kept:
         conv_windows = _put_row(conv_windows, row, after, where, token_is_valid, everything=valid is None)
@@ -485,10 +485,23 @@ def _verify_xla(
     return y, conv_windows, put_state(call, conv_state, state, live & (drafts.resume_tokens >= 1))
 
 
+def _stacked(windows: list[list[jax.Array]]) -> jax.Array:
+    """Windows of S columns for each token as `[B, tokens, S, conv_dim]`."""
+    return jnp.stack([jnp.stack(window, axis=1) for window in windows], axis=1)
+
+
+def _tree_windows(old: list[jax.Array], row: list[jax.Array], links: list[jax.Array]) -> jax.Array:
+    """The S columns after every node of a tree, as bit copies of the slot's columns and of the inputs."""
+    old_bits, row_bits = (list(map(runs.as_bits, columns)) for columns in (old, row))
+    before = history.node_histories(old_bits, row_bits, links, history.choose_plain)
+    windows = [[*one[1:], x] for one, x in zip(before, row_bits, strict=True)]
+    return runs.from_bits(_stacked(windows), row[0].dtype)
+
+
 def _put_row(
     conv_windows: jax.Array,
     row: list[jax.Array],
-    after: list[list[jax.Array]],
+    after: jax.Array,
     where: runs.Runs,
     token_is_valid: jax.Array,
     *,
@@ -507,7 +520,7 @@ def _put_row(
         pieces = jnp.stack([column[:, None] for column in row], axis=1)
     else:
         written = token_is_valid
-        pieces = jnp.stack([jnp.stack(window, axis=1) for window in after], axis=1)
+        pieces = after
     position = jnp.broadcast_to(jnp.arange(written.shape[1], dtype=jnp.int32)[None, :], written.shape)
     where = dataclasses.replace(
         where, rows=jnp.broadcast_to(where.rows[:, None], written.shape), live=written, starts=position, num_columns=1

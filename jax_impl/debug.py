@@ -394,7 +394,11 @@ def _of_commit(batch: _Batch) -> list[_Finding]:
         _Finding, "track_indices", "snapshot to slot", UNSPECIFIED, values=tracks, together=True
     )
     found += [to_slot(mask=twice), to_slot(mask=collide, others=(commits, slots, "commit to"))]
-    if of_inputs:  # another request's slot, which it does not commit to but reads
+    if of_inputs:
+        written = batch.occurrences(slots, slots, commits) - batch.xp.where(commits, 1, 0)  # by other requests
+        words = f", which another request commits to{UNSPECIFIED}"
+        found.append(_Finding("track_indices", "makes its snapshot of slot", words, snapshots & (written > 0), slots))
+        # Another request's slot, which it does not commit to but reads.
         reads = snapshots & ~commits
         elsewhere = batch.occurrences(tracks, slots, reads) - batch.xp.where(reads & (tracks == slots), 1, 0)
         found.append(to_slot(mask=snapshots & (elsewhere > 0), others=(reads, slots, "make theirs of")))

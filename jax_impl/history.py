@@ -143,7 +143,10 @@ def node_histories(
 
 
 def choose_plain(link: jax.Array, candidates: list[list[jax.Array]]) -> list[jax.Array]:
-    """Candidate `link + 1` of arrays `[B, conv_dim]`, for links `[B]`; the first for a link outside."""
+    """Candidate `link + 1` of arrays `[B, conv_dim]`, for links `[B]`; the first for a link outside.
+
+    Of floats it has a gradient; a compiler may change a NaN's payload on the way, which it cannot do to integers.
+    """
     chosen = candidates[0]
     for number, candidate in enumerate(candidates[1:]):
         is_it = (link == number)[:, None]

@@ -58,7 +58,9 @@ def commit_after_verify(
 ) -> Any:
     """Rolls every state of a cache back to each request's accepted token, and snapshots a second set.
 
-    The skip rules are those of `commit_conv_state` and the same for every array.
+    The skip rules are those of `commit_conv_state`, for every array those of its storage. They skip the same requests
+    unless a snapshot is taken of a request without a slot, which an array of storage "inputs" cannot make, or a path
+    names a node outside the valid ones; `jax_impl.debug.check_commit` reports both.
 
     Args:
       cache: a `ConvCache`, a pytree of them, or a `HybridCache`. Donate it to update in place.

@@ -158,9 +158,17 @@ def put(array: jax.Array, values: jax.Array, where: Runs) -> jax.Array:
 
 def union(one: jax.Array, other: jax.Array) -> jax.Array:
     """Both arrays in one, where at least one of them has zero bits at every element."""
-    bits = _BITS[one.dtype.itemsize]
-    as_bits = [lax.bitcast_convert_type(array, bits) for array in (one, other)]
-    return lax.bitcast_convert_type(as_bits[0] | as_bits[1], one.dtype)
+    return from_bits(as_bits(one) | as_bits(other), one.dtype)
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """The bit patterns of an array, as integers."""
+    return lax.bitcast_convert_type(array, _BITS[array.dtype.itemsize])
+
+
+def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    """The array of which these are the bit patterns."""
+    return lax.bitcast_convert_type(array, dtype)
 
 
 def _needs_bits(dtype: jnp.dtype) -> bool:

@@ -73,7 +73,7 @@ def attend(
     batch, tokens, heads, dim = q.shape
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     written = (at[None, :] < num_keys[:, None])[:, :, None, None]
-    values = jnp.where(written, values, jnp.zeros_like(values))  # a weight of zero times an old NaN would be a NaN
+    values = jnp.where(written, values, jnp.zeros_like(values))  # what stands behind the written ones is of nobody
     part = query_block(batch, tokens)
     count = -(-tokens // part)
 
@@ -107,7 +107,12 @@ def _weighted_values(q: jax.Array, keys: jax.Array, values: jax.Array, visible: 
     scores = jnp.einsum("btkgd,bmkd->bkgtm", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
     share = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    mixed = jnp.einsum("bkgtm,bmkd->btkgd", share, values, precision=precision)
+    # A share of zero times NaN would be NaN: a rejected draft would spoil tokens that do not see it.
+    is_number = jnp.isfinite(values)
+    mixed = jnp.einsum("bkgtm,bmkd->btkgd", share, jnp.where(is_number, values, 0), precision=precision)
+    is_bad = jnp.logical_not(jnp.all(is_number, axis=3))  # [B, M, kv_heads]
+    sees_bad = jnp.any(visible[:, :, :, None] & is_bad[:, None], axis=2)  # [B, T, kv_heads]
+    mixed = jnp.where(sees_bad[:, :, :, None, None], jnp.nan, mixed)
     return mixed.reshape(batch, tokens, heads, dim)
 
 
