@@ -58,18 +58,16 @@ def commit_after_verify(
 ) -> Any:
     """Rolls every state of a cache back to each request's accepted token, and snapshots a second set.
 
-    The skip rules are those of `commit_conv_state`, for every array those of its storage. They skip the same requests
-    unless a snapshot is taken of a request without a slot, which an array of storage "inputs" cannot make, or a path
-    names a node outside the valid ones; `jax_impl.debug.check_commit` reports both.
+    Skip rules as in `commit_conv_state`. Arrays of different storage may differ in two cases that `debug.check_commit`
+    reports: a snapshot of a request without a slot, and a path through a node outside the valid ones.
 
     Args:
       cache: a `ConvCache`, a pytree of them, or a `HybridCache`. Donate it to update in place.
       state_indices, num_accepted_tokens, window_rows, num_valid_tokens, null_slot, track_indices, track_num_tokens,
         accepted_path, implementation: as in `commit_conv_state`. Of step states, those of the path's last node.
-      step_states: for a `HybridCache` with recurrent state, the states after each token: a pytree like
-        `recurrent_state` of `[L, R, D, …]`.
-      step_rows: int32 `[B]`, row of each request in `step_states`; None means `window_rows`. Step states that a verify
-        step has just made in the order of its requests take `jnp.arange(B)` where `window_rows` is given.
+      step_states: of a `HybridCache` the states after each token, a pytree like `recurrent_state` of `[L, R, D, …]`.
+      step_rows: int32 `[B]`, row of each request in `step_states`; None means `window_rows`. In the order of the
+        requests, as verify makes them, it is `jnp.arange(B)`.
 
     Returns:
       The cache with its pools committed, of the type given; buffers are passed on as they are.
