@@ -13,7 +13,7 @@ def require_rich(otherwise: str = "--json works without it.") -> None:
         import rich  # noqa: F401
     except ImportError:
         raise CliError(
-            f'tables need `rich`, which is not installed: pip install "specconv[cli]". {otherwise}'
+            f"tables need `rich`, which is not installed: pip install '.[cli]'. {otherwise}"
         ) from None
 
 

@@ -527,4 +527,4 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path: pathlib.Path, ca
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["bench", "--report", str(file), "--plots", str(tmp_path)]) == 2
-    assert 'pip install "specconv[plots]"' in capsys.readouterr().err
+    assert "pip install '.[plots]'" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_plan_csv_and_json_need_neither_rich_nor_jax():
         done = without(command)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            'error: tables need `rich`, which is not installed: pip install "specconv[cli]". --json works without it.\n'
+            "error: tables need `rich`, which is not installed: pip install '.[cli]'. --json works without it.\n"
         )
 
 

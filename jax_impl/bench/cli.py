@@ -139,7 +139,7 @@ def _draw(record: report.Record, stem: str, folder: pathlib.Path) -> None:
     try:
         paths = plots.draw(record, stem, folder)
     except ImportError as error:
-        raise CliError(f'plots need `matplotlib`: {error}. pip install "specconv[plots]"') from error
+        raise CliError(f"plots need `matplotlib`: {error}. pip install '.[plots]'") from error
     for path in paths:
         print(f"wrote {path}")
 
