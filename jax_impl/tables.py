@@ -12,9 +12,7 @@ def require_rich(otherwise: str = "--json works without it.") -> None:
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise CliError(
-            f'tables need `rich`, which is not installed: pip install "specconv[cli]". {otherwise}'
-        ) from None
+        raise CliError(f"tables need `rich`, which is not installed: pip install '.[cli]'. {otherwise}") from None
 
 
 def print_table(

@@ -522,9 +522,42 @@ def test_report_draws_on_any_machine(tmp_path: pathlib.Path, capsys: Any) -> Non
     assert capsys.readouterr().out.count("GPU, driver 1, JAX") == 2
 
 
+def test_report_names_files_that_are_not_its_own_and_goes_on(tmp_path: pathlib.Path, capsys: Any) -> None:
+    """Between two results files one of another tool, one that is missing; a table and plots of both results files."""
+    pytest.importorskip("matplotlib")
+    first, last = (saved(tmp_path / f"{name}.json", record(row(pallas=timed(2.0)))) for name in ("a", "d"))
+    others = [saved(tmp_path / "b.json", {"tool": "compute-sanitizer"}), tmp_path / "c.json"]
+    files = map(str, (first, *others, last))
+    assert main(["bench", "--report", *files, "--plots", str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr()
+    named = [line.partition(": expected a file written by bench --out, got ")[0] for line in printed.err.splitlines()]
+    assert named == [f"left out: `{path}`" for path in others]
+    assert printed.out.count("GPU, driver 1, JAX") == 2
+    assert {path.name[0] for path in (tmp_path / "new").glob("*.png")} == {"a", "d"}
+
+
+def test_update_readme_from_no_results_file_keeps_it(checkout: pathlib.Path, capsys: Any) -> None:
+    """The files beside the README do not stand in for those that --report names."""
+    readme = checkout / "README.md"
+    before = readme.read_text()
+    other = saved(checkout / "other.json", {"tool": "compute-sanitizer"})
+    assert main(["bench", "--report", str(other), "--update-readme", str(readme)]) == 1
+    assert readme.read_text() == before
+    assert capsys.readouterr().err.startswith(f"left out: `{other}`: ")
+
+
+def test_the_committed_results_are_reported_but_for_other_tools(capsys: Any) -> None:
+    folder = pathlib.Path(__file__).parent.parent / "notebooks" / "results"
+    assert main(["bench", "--report", *map(str, sorted(folder.glob("*.json")))]) == 0
+    named = {line.split("`")[1].removeprefix(f"{folder}/") for line in capsys.readouterr().err.splitlines()}
+    own = {path.name for path in report.results_files(folder)}
+    assert not named & own
+    assert {"2026-11-29-sanitizer.json", "2026-11-30-decode-B8.json", "2026-11-30-mutations.json"} <= named
+
+
 def test_plots_without_matplotlib_say_what_to_install(tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:
     file = saved(tmp_path / "a.json", record(row(pallas=timed(2.0))))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["bench", "--report", str(file), "--plots", str(tmp_path)]) == 2
-    assert 'pip install "specconv[plots]"' in capsys.readouterr().err
+    assert "pip install '.[plots]'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model, up_to
@@ -62,7 +62,11 @@ def add_parser(subparsers: Any) -> None:
     )
     of_files = parser.add_argument_group("from files, on any machine")
     of_files.add_argument(
-        "--report", type=pathlib.Path, nargs="+", metavar="FILE", help="print results files as tables and stop"
+        "--report",
+        type=pathlib.Path,
+        nargs="+",
+        metavar="FILE",
+        help="print results files as tables and stop; files that are none are named and left out",
     )
     of_files.add_argument("--plots", type=pathlib.Path, metavar="DIR", help="with --report, draw them there as well")
     of_files.add_argument(
@@ -116,18 +120,33 @@ def _refuse_mismatches(args: argparse.Namespace) -> None:
 
 
 def _from_files(args: argparse.Namespace) -> int:
-    """Prints, draws and rewrites from results files; nothing is measured."""
-    if args.report and not args.update_readme:
-        print("\n\n".join(report.table(path) for path in args.report))
-    if args.plots and args.report:
+    """Prints, draws and rewrites from results files; nothing is measured. 1 when --report names none."""
+    given = _results_among(args.report or [])
+    if args.report and not given:
+        return 1
+    if given and not args.update_readme:
+        print("\n\n".join(report.table(path) for path in given))
+    if args.plots and given:
         _make_folder(args, "--plots", args.plots)
-        for path in args.report:
+        for path in given:
             _draw(report.read(path), path.stem, args.plots)
     if args.update_readme:
-        paths = args.report or report.results_files(args.update_readme.parent / RESULTS)
+        paths = given or report.results_files(args.update_readme.parent / RESULTS)
         report.update_readme(args.update_readme, paths)
         print(f"wrote {args.update_readme} from {len(paths)} file{'s' * (len(paths) != 1)}")
     return 0
+
+
+def _results_among(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+    """Those that `bench --out` wrote; a folder of results has other files too, and each is named on stderr."""
+    own = []
+    for path in paths:
+        try:
+            report.read(path)
+            own.append(path)
+        except ValueError as error:
+            print(f"left out: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return own
 
 
 def _draw(record: report.Record, stem: str, folder: pathlib.Path) -> None:
@@ -139,7 +158,7 @@ def _draw(record: report.Record, stem: str, folder: pathlib.Path) -> None:
     try:
         paths = plots.draw(record, stem, folder)
     except ImportError as error:
-        raise CliError(f'plots need `matplotlib`: {error}. pip install "specconv[plots]"') from error
+        raise CliError(f"plots need `matplotlib`: {error}. pip install '.[plots]'") from error
     for path in paths:
         print(f"wrote {path}")
 
@@ -155,11 +174,7 @@ def _make_folder(args: argparse.Namespace, option: str, folder: pathlib.Path) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; exit code 1 when a comparison finds a difference or a point fails.
-
-    Raises:
-      ValueError: --report names a file that is no results file.
-    """
+    """Measures and prints; exit code 1 when a comparison differs, a point fails, or --report has no results file."""
     if args.update_readme or args.report:
         return _from_files(args)
     _refuse_mismatches(args)

@@ -150,7 +150,7 @@ def require_safetensors() -> None:
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise CliError('checkpoints need `safetensors`, which is not installed: pip install "specconv[cli]".') from None
+        raise CliError("checkpoints need `safetensors`, which is not installed: pip install '.[cli]'.") from None
 
 
 def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequence[Job]) -> Any:
@@ -213,7 +213,7 @@ class _Tokenizer:
                 from tokenizers import Tokenizer
             except ImportError:
                 raise CliError(
-                    'text needs `tokenizers`, which is not installed: pip install "specconv[model]". '
+                    "text needs `tokenizers`, which is not installed: pip install '.[model]'. "
                     "Or give token ids: --prompt-ids."
                 ) from None
             try:

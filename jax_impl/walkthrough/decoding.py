@@ -44,7 +44,7 @@ class Theirs:
 def transformers_tries(prompt: Sequence[int], max_new_tokens: int) -> Theirs:
     """Decodes the tiny checkpoint with transformers, greedily and then with its prompt lookup."""
     if absent := show.missing("torch", "transformers"):
-        return Theirs(None, f'{absent} With both, transformers answers: pip install "specconv[torch]" transformers')
+        return Theirs(None, f"{absent} With both, transformers answers: pip install '.[torch]' transformers")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # it draws no progress bars here
         return _transformers_tries(prompt, max_new_tokens)

@@ -44,7 +44,7 @@ def shares_memory(array: jax.Array, tensor: Any) -> bool:
 def exchange_table() -> Table | Markdown:
     """What crosses without a copy; a sentence where torch is not installed."""
     if absent := show.missing("torch"):
-        return Markdown(f'{absent} pip install "specconv[torch]"')
+        return Markdown(f"{absent} pip install '.[torch]'")
     import torch
 
     rows = []
@@ -67,7 +67,7 @@ def exchange_table() -> Table | Markdown:
 def traps_table() -> Table | Markdown:
     """What goes wrong with shared memory; a sentence where torch is not installed."""
     if absent := show.missing("torch"):
-        return Markdown(f'{absent} pip install "specconv[torch]"')
+        return Markdown(f"{absent} pip install '.[torch]'")
     import torch
 
     rows = []

@@ -32,7 +32,7 @@ Bits = np.ndarray
 def prepare() -> str:
     """Chooses where Triton runs, before it is imported, and says which implementations can be compared here."""
     if absent := show.missing("torch", "triton"):
-        return f'{absent} Without them there is less to compare: pip install "specconv[torch]"'
+        return f"{absent} Without them there is less to compare: pip install '.[torch]'"
     if not _torch_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
     return f"torch is here; Triton kernels are {'compiled' if _torch_gpu() else 'interpreted'}."

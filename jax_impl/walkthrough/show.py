@@ -127,7 +127,7 @@ def panels(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
       ImportError: matplotlib is not installed.
     """
     if absent := missing("matplotlib"):
-        raise ImportError(f'pictures need matplotlib: {absent} pip install "specconv[notebooks]"')
+        raise ImportError(f"pictures need matplotlib: {absent} pip install '.[notebooks]'")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
