@@ -1,7 +1,7 @@
 """Draft trees say what greedy decoding says, whichever branch is accepted.
 
 Trees come from looking up two continuations, and from a script that knows the greedy tokens and puts them on branches
-of every shape, so that the accepted path is seldom nodes 0, 1, 2 …. `-m long` runs all depths with both storages and
+of every shape, so that the accepted path is seldom nodes 0, 1, 2 …. `-m thorough` runs all depths with both storages and
 the interpreted kernels, `-m gpu` the compiled ones.
 """
 
@@ -195,12 +195,12 @@ def expected(which: Sequence[int] = range(8)) -> list[list[int]]:
 
 ALL = list(itertools.product([3, 4, 5, 6], ["inputs", "dense"]))
 NORMAL = [(3, "dense"), (6, "inputs")]
-long = pytest.mark.long
+thorough = pytest.mark.thorough
 on_every_form = pytest.mark.parametrize(
     ("num_draft_tokens", "storage", "implementation"),
     [
-        *(pytest.param(*one, "xla", marks=() if one in NORMAL else long) for one in ALL),
-        *(pytest.param(*one, "pallas_interpret", marks=long) for one in [(4, "inputs"), (5, "dense")]),
+        *(pytest.param(*one, "xla", marks=() if one in NORMAL else thorough) for one in ALL),
+        *(pytest.param(*one, "pallas_interpret", marks=thorough) for one in [(4, "inputs"), (5, "dense")]),
         *(pytest.param(*one, "pallas", marks=pytest.mark.gpu) for one in ALL),
     ],
 )
@@ -241,7 +241,7 @@ FAULTS = ["the path is not committed", "nodes see each other", "keys stay where 
 
 
 @pytest.mark.usefixtures("fresh_steps")
-@pytest.mark.parametrize("fault", [FAULTS[0], *(pytest.param(fault, marks=long) for fault in FAULTS[1:])])
+@pytest.mark.parametrize("fault", [FAULTS[0], *(pytest.param(fault, marks=thorough) for fault in FAULTS[1:])])
 def test_a_planted_fault_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """The test above can fail."""
     commit, rule = decode.commit_after_verify, mixers.delta_rule
@@ -275,7 +275,7 @@ def random_links(rng: np.random.Generator, batch: int, nodes: int) -> np.ndarray
     return np.array(links, np.int32)
 
 
-@pytest.mark.parametrize("storage", ["inputs", pytest.param("dense", marks=long)])
+@pytest.mark.parametrize("storage", ["inputs", pytest.param("dense", marks=thorough)])
 def test_a_node_is_computed_on_its_ancestors(storage: Any) -> None:
     """Hidden and recurrent states of every node of random trees, against a chain of its path alone; and after a commit
     of the path, keys and values too. The other slots keep all of their bits, those of skipped requests included."""

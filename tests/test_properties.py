@@ -1,6 +1,6 @@
 """Properties of whole histories, drawn by hypothesis. What fails is shrunk and printed, with a blob to run it again.
 
-The small profile is the same in every run. The large one (`-m long`, about two minutes) draws anew each time; what it
+The small profile is the same in every run. The large one (`-m thorough`, minutes) draws anew each time; what it
 finds is kept in `.hypothesis` and tried first the next time. `--hypothesis-seed=N` repeats a run.
 
 What a call should leave behind is `Model`, written from the contracts alone; pool and buffer are compared whole, as
@@ -458,7 +458,7 @@ def test_any_bits_survive(name: str, data: Any) -> None:
     check_any_bits(data, name, is_large=False)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @fast
 @hypothesis.settings(large, max_examples=40)
 @draws
@@ -466,7 +466,7 @@ def test_sliding_and_dense_are_one_token_decoding_at_length(name: str, data: Any
     check_history(data, name, is_large=True)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @interpreted
 @hypothesis.settings(large, max_examples=8)
 @draws
@@ -474,7 +474,7 @@ def test_sliding_and_dense_are_one_token_decoding_at_length_in_interpreters(name
     check_history(data, name, is_large=True)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @fast
 @hypothesis.settings(large, max_examples=60)
 @draws
@@ -482,7 +482,7 @@ def test_any_int32_is_safe_at_length(name: str, data: Any) -> None:
     check_any_int32(data, name, is_large=True)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @interpreted
 @hypothesis.settings(large, max_examples=8)
 @draws
@@ -490,7 +490,7 @@ def test_any_int32_is_safe_at_length_in_interpreters(name: str, data: Any) -> No
     check_any_int32(data, name, is_large=True)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @every
 @hypothesis.settings(large, max_examples=30)
 @draws

@@ -69,14 +69,14 @@ def size_id(value: Any) -> str | None:
 def on_sizes(names: str, cases: list[Any], few: list[Any]) -> pytest.MarkDecorator:
     """Every path, size and case; in the interpreter, where a batch takes seconds, one size of few cases by default.
 
-    `-m long` adds the other sizes but the last two: two minutes of two processes.
+    `-m thorough` adds the other sizes but the last two: two minutes of two processes.
     """
     every = []
     for (path, marks), size, case in itertools.product(adapters.PATHS.items(), SIZES, cases):
         is_interpreted = path == "torch-triton"
         if path.startswith("torch") and not (is_interpreted and size in SIZES[-2:]):
             is_long = is_interpreted and (size is not SIZES[0] or case not in few)
-            every.append(pytest.param(path, size, *case, marks=(*marks, *(is_long * (pytest.mark.long,)))))
+            every.append(pytest.param(path, size, *case, marks=(*marks, *(is_long * (pytest.mark.thorough,)))))
     return pytest.mark.parametrize(f"path, size, {names}", every, indirect=["path"], ids=size_id)
 
 
@@ -951,7 +951,7 @@ def test_errors_of_path_to_node() -> None:
 @pytest.mark.parametrize(
     ("path", "dim", "batch", "steps"),
     [
-        pytest.param("torch-triton", 70, 3, 6, marks=pytest.mark.long),  # 5 s
+        pytest.param("torch-triton", 70, 3, 6, marks=pytest.mark.thorough),  # 5 s
         pytest.param("torch-triton-gpu", 5000, 97, 20, marks=pytest.mark.gpu),
     ],
     indirect=["path"],
@@ -1003,7 +1003,7 @@ def test_steps_in_triton_are_those_in_eager(
 # --- compiled code ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_kernels_compiled_for_an_h200_read_before_they_write() -> None:
     """What the interpreter cannot show: wide accesses, and where a row or slot is rewritten a barrier before it."""
     pytest.importorskip("triton")
