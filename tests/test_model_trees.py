@@ -1,8 +1,8 @@
 """Draft trees say what greedy decoding says, whichever branch is accepted.
 
 Trees come from looking up two continuations, and from a script that knows the greedy tokens and puts them on branches
-of every shape, so that the accepted path is seldom nodes 0, 1, 2 …. `-m thorough` runs all depths with both storages and
-the interpreted kernels, `-m gpu` the compiled ones.
+of every shape, so that the accepted path is seldom nodes 0, 1, 2 …. `-m thorough` runs all depths with both storages
+and the interpreted kernels, `-m gpu` the compiled ones.
 """
 
 import dataclasses
