@@ -296,6 +296,7 @@ def test_demo_hands_its_options_on(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["implementation"] == "pallas_interpret"
 
 
+@pytest.mark.thorough
 def test_the_implementation_is_that_of_the_commit(monkeypatch):
     commit, seen = jax_impl.commit.commit_conv_state, set()
 

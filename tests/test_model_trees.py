@@ -371,21 +371,22 @@ def test_keys_of_a_path_are_moved_as_bits() -> None:
 
 def test_the_accepted_path_by_a_walk() -> None:
     """Few words, so that children share a token; the first of them is taken. Links of nodes that do not count point
-    anywhere, and behind a stop token nothing is accepted."""
+    anywhere, and behind a stop token nothing is accepted, nor a node with NaN logits."""
     rng, batch, nodes = np.random.default_rng(6), 400, 6
     links, verified = random_links(rng, batch, nodes), rng.integers(0, nodes + 1, batch).astype(np.int32)
     links[np.arange(nodes) >= verified[:, None]] = 4
     block, told = rng.integers(0, 3, (2, batch, nodes)).astype(np.int32)
     is_stop = rng.random((batch, nodes)) < 0.1
+    is_number = rng.random((batch, nodes)) < 0.97
     accept = jax.jit(decode._accept_path)
-    got = accept(*map(jnp.asarray, (block, told, verified, is_stop, links)))
+    got = accept(*map(jnp.asarray, (block, told, is_number, verified, is_stop, links)))
     lengths = set()
     for request in range(batch):
-        path = [0][: verified[request]]
+        path = [0][: verified[request] * int(is_number[request, 0])]
         while path and not is_stop[request, path[-1]]:
             is_next = (links[request] == path[-1]) & (block[request] == told[request, path[-1]])
             children = np.flatnonzero(is_next[: verified[request]])
-            if not len(children):
+            if not len(children) or not is_number[request, children[0]]:
                 break
             path.append(int(children[0]))
         assert got[request].tolist() == path + [-1] * (nodes - len(path))
