@@ -372,7 +372,7 @@ def test_keys_of_a_path_are_moved_as_bits() -> None:
 def test_the_accepted_path_by_a_walk() -> None:
     """Few words, so that children share a token; the first of them is taken. Links of nodes that do not count point
     anywhere, and behind a stop token nothing is accepted, nor a node with NaN logits."""
-    rng, batch, nodes = np.random.default_rng(6), 400, 6
+    rng, batch, nodes = np.random.default_rng(6), 2000, 6
     links, verified = random_links(rng, batch, nodes), rng.integers(0, nodes + 1, batch).astype(np.int32)
     links[np.arange(nodes) >= verified[:, None]] = 4
     block, told = rng.integers(0, 3, (2, batch, nodes)).astype(np.int32)
