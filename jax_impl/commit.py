@@ -347,8 +347,7 @@ def _commit_kernel(
         sets.append((inputs["track_slots_in"][request], inputs["track_accepted_in"][request]))
         slot, accepted = (jnp.where(tracked, track, own) for own, track in zip(*sets, strict=True))
     valid = inputs["valid_in"][request] if "valid_in" in inputs else None
-    path = inputs.get("path_in")
-    entry = None if path is None else lambda place: path[request, place]
+    entry = history.entry_in(inputs.get("path_in"), request)
 
     def search(first: int, end: int) -> None:
         """Finds the unit's group among groups first … end-1, halving them: few comparisons however many there are."""

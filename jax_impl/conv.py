@@ -462,12 +462,13 @@ def _verify_xla(
     inputs_kept = call.x is None
     if inputs_kept:
         call = dataclasses.replace(call, x=_entry(runs.take(conv_windows, where), spec))
-    call = without_invalid(call, token_is_valid)
+    call, is_dense, after = without_invalid(call, token_is_valid), spec.storage == "dense", None
     if links is None:
         columns = _history_then_inputs(call, state)
         y = _convolve(call, [columns[token : token + spec.width] for token in range(tokens)], token_is_valid)
         shared = columns[len(columns) - (tokens + spec.state_columns - 1) :]
-        after = _stacked([shared[token : token + spec.state_columns] for token in range(tokens)])
+        if is_dense:
+            after = _stacked([shared[token : token + spec.state_columns] for token in range(tokens)])
         row = shared[len(shared) - spec.num_columns :]
     else:
         old = [state[:, column] for column in range(spec.state_columns)]
@@ -475,7 +476,7 @@ def _verify_xla(
         before = history.node_histories(old, row, links, history.choose_plain)
         inputs = list(zip(before, row, strict=True))
         y = _convolve(call, [[*one[len(one) - (spec.width - 1) :], x] for one, x in inputs], token_is_valid)
-        after = _tree_windows(old, row, links)
+        after = _tree_windows(old, row, links) if is_dense else None
         row = [*old[1:], *row] if spec.storage == "sliding" else row
     if not inputs_kept:
         conv_windows = _put_row(conv_windows, row, after, where, token_is_valid, everything=valid is None)
@@ -501,20 +502,20 @@ def _tree_windows(old: list[jax.Array], row: list[jax.Array], links: list[jax.Ar
 def _put_row(
     conv_windows: jax.Array,
     row: list[jax.Array],
-    after: jax.Array,
+    after: jax.Array | None,
     where: runs.Runs,
     token_is_valid: jax.Array,
     *,
     everything: bool,
 ) -> jax.Array:
-    """The buffer with the rows of one call: the columns `row`, or in a dense buffer the windows `after` every token.
+    """The buffer with the rows of one call: the columns `row`, or, where given, the windows `after` every token.
 
     Unless `everything` is written, what belongs to tokens that are not valid keeps its bits.
     """
     spec = where.spec
-    if spec.storage != "dense" and everything:
+    if after is None and everything:
         return runs.put(conv_windows, _entry(jnp.stack(row, axis=1), spec), where)
-    if spec.storage != "dense":  # column by column, because those of invalid tokens are not written
+    if after is None:  # column by column, because those of invalid tokens are not written
         old_columns = jnp.repeat(where.live[:, None], spec.first_token_column, axis=1)
         written = jnp.concatenate([old_columns, token_is_valid], axis=1)
         pieces = jnp.stack([column[:, None] for column in row], axis=1)
@@ -763,8 +764,7 @@ def _target(inputs: dict[str, Any], request: jax.Array, layer: tuple[jax.Array, 
         live &= history.links_hold(links, valid, spec=spec)
     if "resume_in" in inputs:
         resume = inputs["resume_in"][request]
-        path = inputs.get("resume_path_in")
-        entry = None if path is None else lambda place: path[request, place]
+        entry = history.entry_in(inputs.get("resume_path_in"), request)
         live &= (resume >= 0) & (resume <= spec.num_draft_tokens)
         find = history.columns_after if spec.storage == "inputs" else history.token_after
         within, places = find(resume, entry, None, spec=spec)

@@ -14,6 +14,7 @@ into range only where the answer is not used.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,11 @@ def entry_of(path: jax.Array | None) -> Entry | None:
     if path is None:
         return None
     return lambda place: jnp.take_along_axis(path, place[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+
+
+def entry_in(path: Any, request: jax.Array) -> Entry | None:
+    """Nodes of one request's path by place, out of a kernel's `[B, D]`."""
+    return None if path is None else lambda place: path[request, place]
 
 
 def take_state_after(

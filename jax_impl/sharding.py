@@ -788,13 +788,13 @@ def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     wrong: dict[str, Any] = {}  # goes to the plain function as it is, which refuses it beside all else that is wrong
-    has_default = inspect.signature(operation).parameters
+    parameters = inspect.signature(operation).parameters
     for name, value in given.items():
         if name in _STATIC and not isinstance(value, jax.Array):
             static[name] = value
-        elif value is None and has_default[name].default is None:
+        elif value is None and parameters[name].default is None:
             continue
-        elif name == "has_initial_state" or name in _OF_REQUESTS or name in _OF_TOKENS:
+        elif name in (*_OF_REQUESTS, *_OF_TOKENS):
             if name == "has_initial_state":
                 taken = checks.bool_array(Problems(), name, value, None)
             else:

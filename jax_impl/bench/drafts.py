@@ -158,11 +158,11 @@ def copies(case: Case, design: str, of: Of, *, kernel: bool) -> Subject:
 
     Timed on the device only, as the designs are.
     """
-    spec, layers = case.spec, case.spec.num_layers
-    verify, commit = columns_moved(spec, design)
-    column = case.batch * spec.conv_dim * spec.item_bytes
-    sizes = [column * verify] * layers
+    layers = case.spec.num_layers
+    verify = moved_bytes(case.spec, design, "verify", case.batch)
+    commit = moved_bytes(case.spec, design, "step", case.batch) - layers * verify
+    sizes = [verify] * layers
     if of == "verify":
         return subjects.torch_copies(sizes, kernel=kernel)
-    sizes += [layers * column * commit] * bool(commit)
+    sizes += [commit] * bool(commit)
     return dataclasses.replace(subjects.torch_copies(sizes, kernel=kernel, steps=1), alone=None)
