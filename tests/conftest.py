@@ -22,6 +22,9 @@ if all(importlib.util.find_spec(name) for name in ("jaxtyping", "beartype")):
 
 from tests import adapters  # noqa: E402  (its imports pass the hook)
 
+# pytest imports every module to look for examples in docstrings. These have none, and import torch and Triton.
+collect_ignore_glob = ["torch_*.py"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     selects_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")

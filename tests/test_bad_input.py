@@ -677,7 +677,7 @@ def test_an_engine_refuses_requests(model: Any, prompts: Any, budget: Any, messa
 # ---- the torch package -----------------------------------------------------------------------------------------------
 
 TORCH: dict[str, Any] = bad_input_calls.torch_calls() if adapters.is_installed("torch") else {}
-TORCH_COMMON, TORCH_OWN = ({}, {}) if not TORCH else importlib.import_module("tests.bad_input_torch").tables()
+TORCH_COMMON, TORCH_OWN = ({}, {}) if not TORCH else importlib.import_module("tests.torch_bad_input").tables()
 
 
 def torch_bits(good: dict[str, Any]) -> list[Any]:

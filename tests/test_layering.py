@@ -103,6 +103,25 @@ def test_the_two_implementations_share_no_code() -> None:
             assert not [n for n in imports_of(file) if n.split(".")[0] in ("torch", "triton", "torch_ref")], file
 
 
+def needs_torch(file: Path) -> bool:
+    """Whether importing a test module imports torch, Triton or the oracle before it says that it needs them."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and "importorskip" in ast.unparse(node):
+            return False
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            if {"torch", "triton", "torch_ref"} & {name.split(".")[0] for name in names}:
+                return True
+    return False
+
+
+def test_every_collected_test_module_can_be_imported_without_torch() -> None:
+    """pytest imports all of tests/ except torch_*.py (conftest.py), also where torch is not installed."""
+    needing = [file.name for file in modules("tests") if needs_torch(file)]
+    assert needing, "the helpers of the torch tests import torch"
+    assert all(name.startswith("torch_") for name in needing), needing
+
+
 def loaded_after(statement: str) -> set[str]:
     """Top-level packages and Pallas modules that a fresh interpreter has loaded after `statement`."""
     report = "import sys; print(*(m for m in sys.modules if '.' not in m or 'pallas' in m))"
