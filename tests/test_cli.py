@@ -18,6 +18,7 @@ import jax_impl.conv
 from jax_impl import checks, demo
 from jax_impl.__main__ import PLAN_COLUMNS, main
 from jax_impl.bench import comparing, measure, report
+from jax_impl.model import decode, example
 from jax_impl.presets import PRESETS, get_preset
 
 ROOT = Path(__file__).parents[1]
@@ -253,6 +254,19 @@ def test_interruption_is_one_line_and_exit_code_130(capsys, monkeypatch):
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def decoding(monkeypatch):
+    """What the demo asks its second half for, which then says that all is well; `test_model_cli` runs it."""
+    asked = []
+
+    def run(implementation, storage):
+        asked.append((implementation, storage))
+        return example.Example(None, decode.Statistics(4), decode.Statistics(4), 200, 1, 1.0)
+
+    monkeypatch.setattr(example, "run", run)
+    return asked
+
+
 def test_demo_in_a_process_of_its_own():
     done = run(*SMALL)
     assert done.returncode == 0, done.stderr
@@ -268,13 +282,14 @@ def test_demo_in_a_process_of_its_own():
 
 @pytest.mark.parametrize("axis_order", ["time_major", "channel_major"])
 @pytest.mark.parametrize("storage", ["sliding", "dense", "inputs"])
-def test_demo_json(capsys, axis_order, storage):
+def test_demo_json(capsys, decoding, axis_order, storage):
     options = ("--axis-order", axis_order, "--storage", storage, "--draft-tokens", "2", "--seed", "5")
     assert main([*SMALL, *options, "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     result = json.loads(printed.out)
     assert (result["ok"], result["mismatch"], result["steps"], result["seed"]) == (True, None, 6, 5)
+    assert decoding == [(None, storage)]
     assert result["accepted_counts"] == {"0": 6, "1": 6, "2": 6}
     spec = result["spec"]
     assert (spec["axis_order"], spec["storage"], spec["num_layers"]) == (axis_order, storage, 10)
@@ -285,7 +300,7 @@ def test_demo_json(capsys, axis_order, storage):
     assert [row["saving"] for row in memory["saving"] if row["num_draft_tokens"] == 1] == [1.0, 1.0]
 
 
-def test_demo_hands_its_options_on(capsys, monkeypatch):
+def test_demo_hands_its_options_on(capsys, monkeypatch, decoding):
     seen = []
     monkeypatch.setattr(demo, "simulate", lambda preset, spec, **options: seen.append((preset, spec, options)))
     options = ("--implementation", "pallas_interpret", "--seed", "9", "--dtype", "float16")
@@ -293,6 +308,7 @@ def test_demo_hands_its_options_on(capsys, monkeypatch):
     ((preset, spec, options),) = seen
     assert (preset.name, spec.dtype, spec.num_draft_tokens) == ("LFM2-1.2B", "float16", 4)
     assert (options["implementation"], options["seed"], options["steps"]) == ("pallas_interpret", 9, 6)
+    assert decoding == [("pallas_interpret", "sliding")]
     assert json.loads(capsys.readouterr().out)["implementation"] == "pallas_interpret"
 
 
@@ -310,6 +326,7 @@ def test_the_implementation_is_that_of_the_commit(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [("--dtype", "float32"), ("--model", "RecurrentGemma-2B", "--dtype", "float16")])
+@pytest.mark.usefixtures("decoding")
 def test_demo_of_other_dtypes_and_kinds(capsys, options):
     assert main([*SMALL, *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
@@ -502,6 +519,7 @@ def test_the_bytes_of_a_demo_by_hand():
     assert demo.run_bytes(spec) == 10 * pool + buffer + 8 * 10 * 4 * 10 * 2048 * 4  # both results are transposed
 
 
+@pytest.mark.usefixtures("decoding")
 def test_the_limit_is_allowed_and_one_byte_more_is_not(capsys, monkeypatch):
     monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
     spec = get_preset("LFM2-1.2B").spec(num_slots=6, max_requests=4, num_draft_tokens=4)
@@ -512,6 +530,7 @@ def test_the_limit_is_allowed_and_one_byte_more_is_not(capsys, monkeypatch):
     assert f"got {demo.run_bytes(spec):,} bytes" in refused(capsys, *SMALL, "--json")
 
 
+@pytest.mark.usefixtures("decoding")
 def test_the_default_demo_of_every_model_is_within_the_limit(capsys, monkeypatch):
     monkeypatch.setattr(demo, "simulate", lambda *arguments, **options: None)
     for preset in PRESETS:
