@@ -33,7 +33,13 @@ LAYERS = ["linear_attention", "full_attention"]  # few, for the compiler's sake;
 Model = tuple[Any, Any]
 
 on_gpu = pytest.param("pallas", marks=pytest.mark.gpu)
-forms = pytest.mark.parametrize(("axis_order", "storage"), list(itertools.product(AXIS_ORDERS, STORAGES)))
+FORMS = list(itertools.product(AXIS_ORDERS, STORAGES))
+forms = pytest.mark.parametrize(("axis_order", "storage"), FORMS)
+# Ten seconds and more each: every storage, both orders, and the others by hand.
+INTERPRETED = [("time_major", "sliding"), ("channel_major", "inputs"), ("channel_major", "dense")]
+IN_FULL = [
+    pytest.param(*form, marks=pytest.mark.long if form in INTERPRETED else pytest.mark.thorough) for form in FORMS
+]
 
 
 @functools.cache
@@ -100,7 +106,7 @@ def test_speculative_equals_greedy(axis_order: Any, storage: Any, implementation
     assert counts.steps < NEW_TOKENS - 1
 
 
-@forms
+@pytest.mark.parametrize(("axis_order", "storage"), INTERPRETED[:2])
 def test_interpreted_kernels_decode_the_same(axis_order: Any, storage: Any) -> None:
     """A few prompts and tokens of `test_interpreted_kernels_in_full`, drafts replayed so that every count occurs."""
     replay = corrupted_replay(5, MAX_LEN, 256, 0.7)
@@ -113,8 +119,7 @@ def test_interpreted_kernels_decode_the_same(axis_order: Any, storage: Any) -> N
     assert min(made.statistics.histogram) > 0
 
 
-@pytest.mark.long
-@forms
+@pytest.mark.parametrize(("axis_order", "storage"), IN_FULL)
 def test_interpreted_kernels_in_full(axis_order: Any, storage: Any) -> None:
     made = engine(axis_order=axis_order, storage=storage, implementation="pallas_interpret")
     assert made.generate(prompts(), NEW_TOKENS) == greedy()
