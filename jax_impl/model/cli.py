@@ -223,9 +223,11 @@ class _Tokenizer:
         return self._loaded
 
     def encode(self, text: str) -> list[int]:
+        tokenizer = self._tokenizer()
         try:
-            return self._tokenizer().encode(text).ids
-        except (TypeError, UnicodeError) as error:  # half a surrogate pair, for one
+            text.encode()  # half a surrogate pair is no text, which not every version of tokenizers says
+            return tokenizer.encode(text).ids
+        except (TypeError, UnicodeError) as error:
             raise CliError(f"expected text that can be encoded, got {text[:40]!r}: {error}.") from None
 
     def decode(self, ids: Sequence[int]) -> str:
