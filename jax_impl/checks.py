@@ -43,8 +43,7 @@ def index_array(
     if tokens is not None and isinstance(value, list | tuple) and not value:
         array = np.zeros((0, tokens if isinstance(tokens, int) else 0), np.int32)  # of no requests, tokens are unknown
     if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
-        got = "a ragged or mixed list" if array is None else dtype_name(array.dtype)
-        problems.add(name, "an integer array", got, "Index arrays are int32.")
+        problems.add(name, "an integer array", _other_than_numbers(value, array), "Index arrays are int32.")
         return None
     axes, expected = ("request", (batch,)) if tokens is None else ("request, token", (batch, tokens))
     if not shape_fits(array.shape, expected):
@@ -58,6 +57,13 @@ def index_array(
         clip: Callable[..., Any] = jnp.clip if isinstance(array, jax.Array) else np.clip
         array = clip(array, np.asarray(low, array.dtype), np.asarray(high, array.dtype))
     return jnp.asarray(array.astype(jnp.int32))
+
+
+def _other_than_numbers(value: Any, array: Any) -> str:
+    """What came instead of an array of some dtype: the dtype of another, or the value that is none."""
+    if array is None:
+        return "a ragged or mixed list"
+    return dtype_name(array.dtype) if array.dtype.kind in "biufcV" else shown(value)
 
 
 def shape_fits(shape: tuple[int, ...], expected: tuple[int | str | None, ...]) -> bool:
@@ -165,7 +171,7 @@ def bool_array(problems: Problems, name: str, value: Any, batch: int | None) -> 
     if isinstance(value, list | tuple) and not value:
         array = np.zeros(0, np.bool_)
     if array is None or array.dtype != np.bool_:
-        problems.add(name, "a bool array", "a ragged or mixed list" if array is None else dtype_name(array.dtype))
+        problems.add(name, "a bool array", _other_than_numbers(value, array))
         return None
     if batch is not None and array.shape != (batch,):
         problems.expect(name, "request", (batch,), array.shape)

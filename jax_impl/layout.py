@@ -318,7 +318,7 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
       "sliding" or "dense".
 
     Raises:
-      ValueError: `topk` is not a positive integer, or a link does not point backwards.
+      ValueError: `topk` is not a positive integer, a link does not point backwards, or the links are traced.
 
     Source:
       The gate of SGLang's pull request #28302, decided by links instead of by the label.
@@ -338,8 +338,11 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
     links = _as_list(parents)
     nested = isinstance(links, list) and any(isinstance(row, list) for row in links)
     rows: Any = links if nested else [links]
-    if not isinstance(links, list) or not all(isinstance(row, list) for row in rows):
-        problems.add("parents", "[token] or [request, token]", shown(parents))
+    deeper = any(isinstance(parent, list) for row in rows if isinstance(row, list) for parent in row)
+    if not isinstance(links, list) or not all(isinstance(row, list) for row in rows) or deeper:
+        got = shown(parents)
+        hint = "The storage is static: it depends on values." if got.startswith("traced") else ""
+        problems.add("parents", "[token] or [request, token]", got, hint)
         problems.raise_if_any()
     storage: Storage = "sliding"
     for request, row in enumerate(rows):
@@ -360,7 +363,7 @@ def _as_list(links: Any) -> Any:
     if hasattr(links, "tolist"):
         try:
             return links.tolist()
-        except RuntimeError:  # an array that was deleted
+        except (RuntimeError, TypeError):  # an array that was deleted, or one that is traced
             return links
     if isinstance(links, Iterable) and not isinstance(links, str):
         return [_as_list(link) for link in links]

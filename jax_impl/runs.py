@@ -102,7 +102,7 @@ def _state(array: jax.Array) -> jax.Array:
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "The pool and the verify buffer are state, not parameters: gradients flow from y to x, weight and bias only. "
-        "Use jax.lax.stop_gradient on what is written to them."
+        "Pass them through jax.lax.stop_gradient, as what is written to them is."
     )
 
 

@@ -194,11 +194,40 @@ def test_gradients_reach_parameters_and_are_refused_for_state() -> None:
             jax.grad(loss, argnums=state)(x, weight, pool, windows)
 
 
+def test_what_is_written_to_state_is_cut_off_from_gradients() -> None:
+    """A later call's y depends on an earlier call's x, through the pool and through a row; its gradient does not."""
+    x, pool, windows, weight = arrays()
+    call: dict[str, Any] = {"spec": SPEC, "state_indices": [1, 2], "layer": 0}
+
+    def later(x: jax.Array, resume: bool) -> jax.Array:
+        _, buffer = jax_impl.causal_conv1d_verify(x, pool, windows, weight, **call)
+        if resume:
+            return jnp.sum(jax_impl.causal_conv1d_verify(x * 0, pool, buffer, weight, **call, resume_tokens=[1, 2])[0])
+        committed = jax_impl.commit_conv_state(pool, buffer, [1, 2], [1, 2], spec=SPEC)
+        return jnp.sum(jax_impl.causal_conv1d_verify(x * 0, committed, buffer, weight, **call)[0])
+
+    for resume in (False, True):
+        value, gradient = jax.value_and_grad(later)(x, resume)
+        assert value != later(x * 2, resume)
+        assert not np.asarray(gradient).any()
+
+
+def test_values_that_are_no_array_are_shown() -> None:
+    _, pool, windows, _ = arrays()
+    for value, got in ((None, "None"), ("ab", "'ab'"), ([None, None], "[None, None]"), ([0.5, 1.0], "float64")):
+        message = f"`num_accepted_tokens`: expected an integer array, got {got}. Index arrays are int32."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax_impl.commit_conv_state(pool, windows, [1, 2], value, spec=SPEC)
+
+
 def test_storage_of_odd_links() -> None:
     one: Any = np.int64(1)
     assert use_storage(one) == "sliding"
     assert use_storage(1, [np.array([-1, 0]), np.array([-1, 0, 1])]) == "sliding"
     assert use_storage(1, np.array([[-1, 0], [-1, -1]])) == "dense"
-    for links in (5, np.array(-1), [[-1], 0]):
+    for links in (5, np.array(-1), [[-1], 0], np.zeros((1, 1, 1), int)):
         with pytest.raises(ValueError, match=re.escape("`parents`: expected [token] or [request, token], got ")):
             use_storage(1, links)
+    message = "`parents`: expected [token] or [request, token], got traced int32 array of shape (2,). The storage "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(lambda links: use_storage(1, links))(jnp.array([-1, 0]))
