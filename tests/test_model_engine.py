@@ -106,6 +106,27 @@ def test_numbers_that_are_no_integers(model: Any, prompt: Any, budget: Any, mess
     assert (made.free, made.requests) == (2, {})
 
 
+@pytest.mark.parametrize(
+    ("length", "budget", "message"),
+    [
+        (3, 4094, "`max_new_tokens`: expected at most 4093 behind a prompt of 3 tokens, got 4094. The model has 4096 "
+         "positions: ask for fewer tokens, or shorten the prompt."),
+        (4095, 2, "`max_new_tokens`: expected at most 1 behind a prompt of 4095 tokens, got 2. The model has 4096 "
+         "positions: ask for fewer tokens, or shorten the prompt."),
+        (4096, 2, "`prompt`: expected at most 4095 tokens, got 4096. The model has 4096 positions, and a new token "
+         "needs one: shorten the prompt."),
+        (3, 4093, "`max_len`: expected at least 4096 tokens, got 32. There is a prompt of 3 and "
+         "max_new_tokens = 4093."),
+    ],
+)  # fmt: skip
+def test_a_larger_max_len_is_asked_for_where_the_model_allows_it(
+    model: Any, length: int, budget: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match="expected") as raised:
+        engine(model).check_request([1] * length, budget)
+    assert str(raised.value) == message
+
+
 def test_integers_of_any_type(model: Any, expected: list[list[int]]) -> None:
     made = engine(model, stop_token_ids=[np.int32(255)])
     prompts: Any = [np.asarray(PROMPTS[0], np.int16), [jnp.int32(token) for token in PROMPTS[1]]]

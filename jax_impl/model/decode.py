@@ -498,6 +498,15 @@ class Engine:
             problems.add("max_new_tokens", "an integer", repr(max_new_tokens))
         elif budget < 1:
             problems.add("max_new_tokens", "at least 1", budget)
+        elif len(prompt) >= self.config.max_positions:
+            hint = (
+                f"The model has {self.config.max_positions} positions, and a new token needs one: shorten the prompt."
+            )
+            problems.add("prompt", f"at most {self.config.max_positions - 1} tokens", len(prompt), hint)
+        elif len(prompt) + budget > self.config.max_positions:
+            most = f"at most {self.config.max_positions - len(prompt)} behind a prompt of {len(prompt)} tokens"
+            hint = f"The model has {self.config.max_positions} positions: ask for fewer tokens, or shorten the prompt."
+            problems.add("max_new_tokens", most, budget, hint)
         elif len(prompt) + budget > self.max_len:
             got = f"a prompt of {len(prompt)} and max_new_tokens = {budget}"
             problems.add("max_len", f"at least {len(prompt) + budget} tokens", self.max_len, f"There is {got}.")
