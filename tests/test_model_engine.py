@@ -86,6 +86,31 @@ def test_a_state_that_is_gone_is_named(model: Any, monkeypatch: pytest.MonkeyPat
     assert (made.free, made.requests) == (2, {})
 
 
+# ---- arguments of the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"storage": "x", "axis_order": "y", "implementation": "z"}, "implementation axis_order storage"),
+        (
+            {"max_requests": 0, "num_slots": -3, "max_len": 1, "num_draft_tokens": 0, "drafter": 3},
+            "max_len max_requests drafter num_slots num_draft_tokens",
+        ),
+        ({"max_requests": "2", "max_len": 4097}, "max_len max_requests"),  # and not num_slots, which follows it
+        ({"max_requests": 2**31, "stop_token_ids": "x"}, "stop_token_ids max_requests"),
+        ({"config": 1, "parameters": 2, "max_len": "3", "num_draft_tokens": 0, "storage": []},
+         "config parameters max_len num_draft_tokens storage"),
+    ],
+)  # fmt: skip
+def test_all_wrong_arguments_are_in_one_message(model: Any, options: dict[str, Any], names: str) -> None:
+    arguments = dict(zip(("config", "parameters"), model, strict=True)) | {"max_requests": 2, "max_len": 32} | options
+    with pytest.raises(ValueError, match="expected") as raised:
+        Engine(**arguments)
+    assert re.findall(r"^`(\w+)`: expected ", str(raised.value), re.M) == names.split()
+    assert len(str(raised.value).splitlines()) == len(names.split())
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
