@@ -28,9 +28,9 @@ import numpy as np
 from jax_impl.arguments import not_negative, positive, published_model
 from jax_impl.capacity import Capacity, PublishedRow, SavingRow, capacity, gib, published_table, saving_table, times
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, STORAGES, ConvCacheSpec
-from jax_impl.model.cli import print_statistics, require_safetensors
+from jax_impl.model.cli import SAFETENSORS, print_statistics
 from jax_impl.presets import Preset
-from jax_impl.tables import print_table, progress, require_rich
+from jax_impl.tables import RICH, WITHOUT_RICH, print_table, progress, require
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas", "pallas_interpret")
@@ -73,9 +73,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns the exit code."""
-    if not args.json:
-        require_rich()
-    require_safetensors()
+    if args.json:
+        require(SAFETENSORS)
+    else:
+        require(RICH | SAFETENSORS, WITHOUT_RICH)
     preset: Preset = args.model
     spec = preset.spec(
         num_slots=1 + args.requests + SPARE_SLOTS,

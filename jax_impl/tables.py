@@ -1,18 +1,43 @@
 """Tables and progress bars of the commands. rich draws them, and is imported only when one is drawn."""
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jax_impl.arguments import CliError
 
+RICH = {"rich": "tables"}
+WITHOUT_RICH = "--json works without it."
 
-def require_rich(otherwise: str = "--json works without it.") -> None:
-    """Raises `CliError` when rich is not installed; `otherwise` says how to do without."""
+
+def require(uses: Mapping[str, str], otherwise: str = "") -> None:
+    """Raises `CliError` that names all packages of the extra `cli` which are not installed.
+
+    Args:
+      uses: what needs each package, in the plural, by the package's name.
+      otherwise: how to do without the first package, said where only that one is missing.
+    """
+    missing = [package for package in uses if not _is_installed(package)]
+    if not missing:
+        return
+    needs = ", ".join(f"{uses[package]} need `{package}`" for package in missing)
+    verb = "are" if len(missing) > 1 else "is"
+    hint = f" {otherwise}" if otherwise and missing == [next(iter(uses))] else ""
+    raise CliError(f"{needs}, which {verb} not installed: pip install '.[cli]'.{hint}")
+
+
+def _is_installed(package: str) -> bool:
     try:
-        import rich  # noqa: F401
+        importlib.import_module(package)
     except ImportError:
-        raise CliError(f"tables need `rich`, which is not installed: pip install '.[cli]'. {otherwise}") from None
+        return False
+    return True
+
+
+def require_rich(otherwise: str = WITHOUT_RICH) -> None:
+    """Raises `CliError` when rich is not installed; `otherwise` says how to do without."""
+    require(RICH, otherwise)
 
 
 def print_table(

@@ -161,6 +161,34 @@ def test_plan_csv_and_json_need_neither_rich_nor_jax():
         )
 
 
+@pytest.mark.parametrize(
+    ("missing", "options", "message"),
+    [
+        (
+            ("rich", "safetensors"),
+            (),
+            "tables need `rich`, checkpoints need `safetensors`, which are not installed: pip install '.[cli]'.",
+        ),
+        (
+            ("rich", "safetensors"),
+            ("--json",),
+            "checkpoints need `safetensors`, which is not installed: pip install '.[cli]'.",
+        ),
+        (("safetensors",), (), "checkpoints need `safetensors`, which is not installed: pip install '.[cli]'."),
+        (
+            ("rich",),
+            (),
+            "tables need `rich`, which is not installed: pip install '.[cli]'. --json works without it.",
+        ),
+    ],
+)
+def test_demo_names_all_missing_packages_at_once(capsys, monkeypatch, missing, options, message):
+    for package in missing:
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main([*SMALL, *options]) == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
 def test_plan_table(capsys):
     assert main(["plan", "--model", "Qwen3.5-0.8B", "Kimi-K3", "--draft-tokens", "1", "4"]) == 0
     printed = capsys.readouterr().out

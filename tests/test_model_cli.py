@@ -210,7 +210,15 @@ def test_layouts_dtypes_and_the_tiny_model(capsys: Any) -> None:
         ("--model tiny --prompt hi", "text needs a tokenizer.json in the checkpoint, which tiny does not have."),
         ("--model nowhere --prompt-ids 1", '--model: expected a directory or "tiny", got nowhere.'),
         ("--model /dev --prompt-ids 1", "`/dev/config.json`: expected a JSON file, got No such file"),
-        ("--model tiny --prompt-ids 1 --max-new-tokens 5000", "`max_len`: expected at least 5001 tokens, got 4096."),
+        (
+            "--model tiny --prompt-ids 1,2,3 --max-new-tokens 4094",
+            "error: `max_new_tokens`: expected at most 4093 behind a prompt of 3 tokens, got 4094. The model has 4096 "
+            "positions: ask for fewer tokens, or shorten the prompt.",
+        ),
+        (
+            "--model tiny --prompt-ids 1,2,3 --max-new-tokens 4093 --max-len 64",
+            "`max_len`: expected at least 4096 tokens, got 64.",
+        ),
         ("--model tiny --prompt-ids 1 --max-len 64", "`max_len`: expected at least 65 tokens, got 64."),
         (
             "--model tiny --prompt-ids 1 --max-len 4097",
@@ -294,7 +302,9 @@ def test_requests_of_a_batch_that_do_not_fit_are_named(capsys: Any, tmp_path: pa
         "error: request 'second': `max_new_tokens`: expected at least 1, got 0."
     )
     path.write_text(f'{{"prompt_ids": [1], "max_new_tokens": {10**30}}}')
-    assert "error: request 1: `max_len`: expected at least" in error_of(capsys, "--model", "tiny", "--batch", str(path))
+    assert "error: request 1: `max_new_tokens`: expected at most 4095" in error_of(
+        capsys, "--model", "tiny", "--batch", str(path)
+    )
 
 
 def test_a_cache_too_large_is_refused_before_it_is_allocated(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,31 @@ def test_a_state_that_is_gone_is_named(model: Any, monkeypatch: pytest.MonkeyPat
     assert (made.free, made.requests) == (2, {})
 
 
+# ---- arguments of the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"storage": "x", "axis_order": "y", "implementation": "z"}, "implementation axis_order storage"),
+        (
+            {"max_requests": 0, "num_slots": -3, "max_len": 1, "num_draft_tokens": 0, "drafter": 3},
+            "max_len max_requests drafter num_slots num_draft_tokens",
+        ),
+        ({"max_requests": "2", "max_len": 4097}, "max_len max_requests"),  # and not num_slots, which follows it
+        ({"max_requests": 2**31, "stop_token_ids": "x"}, "stop_token_ids max_requests"),
+        ({"config": 1, "parameters": 2, "max_len": "3", "num_draft_tokens": 0, "storage": []},
+         "config parameters max_len num_draft_tokens storage"),
+    ],
+)  # fmt: skip
+def test_all_wrong_arguments_are_in_one_message(model: Any, options: dict[str, Any], names: str) -> None:
+    arguments = dict(zip(("config", "parameters"), model, strict=True)) | {"max_requests": 2, "max_len": 32} | options
+    with pytest.raises(ValueError, match="expected") as raised:
+        Engine(**arguments)
+    assert re.findall(r"^`(\w+)`: expected ", str(raised.value), re.M) == names.split()
+    assert len(str(raised.value).splitlines()) == len(names.split())
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +129,27 @@ def test_numbers_that_are_no_integers(model: Any, prompt: Any, budget: Any, mess
         with pytest.raises(ValueError, match=re.escape(message)):
             call([prompt], budget)
     assert (made.free, made.requests) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "message"),
+    [
+        (3, 4094, "`max_new_tokens`: expected at most 4093 behind a prompt of 3 tokens, got 4094. The model has 4096 "
+         "positions: ask for fewer tokens, or shorten the prompt."),
+        (4095, 2, "`max_new_tokens`: expected at most 1 behind a prompt of 4095 tokens, got 2. The model has 4096 "
+         "positions: ask for fewer tokens, or shorten the prompt."),
+        (4096, 2, "`prompt`: expected at most 4095 tokens, got 4096. The model has 4096 positions, and a new token "
+         "needs one: shorten the prompt."),
+        (3, 4093, "`max_len`: expected at least 4096 tokens, got 32. There is a prompt of 3 and "
+         "max_new_tokens = 4093."),
+    ],
+)  # fmt: skip
+def test_a_larger_max_len_is_asked_for_where_the_model_allows_it(
+    model: Any, length: int, budget: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match="expected") as raised:
+        engine(model).check_request([1] * length, budget)
+    assert str(raised.value) == message
 
 
 def test_integers_of_any_type(model: Any, expected: list[list[int]]) -> None:

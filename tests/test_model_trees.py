@@ -461,11 +461,38 @@ def test_tree_lookup_by_loops(max_drafts: int) -> None:
 # ---- what is refused, and what is counted ----------------------------------------------------------------------------
 
 
-def test_sliding_storage_refuses_trees() -> None:
-    made = engine(3, "sliding")
-    with pytest.raises(
-        ValueError, match=re.escape('`storage`: expected "inputs" or "dense", got "sliding". The drafter')
-    ):
+NO_TREES = re.escape('`storage`: expected "inputs" or "dense", got "sliding". The drafter')
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_sliding_storage_refuses_trees_before_any_request_joins(looks_up: bool) -> None:
+    """With the other wrong arguments, and for trees of one node too; a drafter that is replaced meets the step."""
+    with pytest.raises(ValueError, match=NO_TREES):
+        Engine(*model(), max_requests=2, max_len=16, num_draft_tokens=1, drafter=TreeLookup())
+    with pytest.raises(ValueError, match=NO_TREES):
+        engine(3, "sliding", looks_up=looks_up)
+    with pytest.raises(ValueError, match=NO_TREES) as raised:
+        engine(3, "sliding", looks_up=looks_up, implementation="x")
+    assert "`implementation`: expected " in str(raised.value)
+    made = Engine(*model(), max_requests=2, max_len=16, num_draft_tokens=3)
+    made.drafter = TreeLookup()
+    with pytest.raises(ValueError, match=NO_TREES):
+        made.warm_up()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnARank:
+    """A chain that is proposed on a mesh only."""
+
+    def propose(self, history: Any, lengths: Any, slots: Any, step: Any, max_drafts: int) -> Drafts:
+        token = jax.lax.axis_index("data") + jnp.zeros((lengths.shape[0], max_drafts), jnp.int32)
+        return Drafts(token, jnp.full_like(lengths, max_drafts))
+
+
+def test_a_drafter_that_raises_is_left_to_the_step() -> None:
+    made = Engine(*model(), max_requests=2, max_len=16, num_draft_tokens=3, drafter=OnARank())
+    with pytest.raises(NameError, match="data"):
         made.warm_up()
 
 

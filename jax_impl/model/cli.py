@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_impl.arguments import CliError, positive, up_to
 from jax_impl.layout import AXIS_ORDERS, STORAGES
-from jax_impl.tables import print_table, progress, require_rich
+from jax_impl.tables import print_table, progress, require, require_rich
 
 IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
 DTYPES = ("float32", "bfloat16")
@@ -24,6 +24,7 @@ MAX_CACHE_BYTES = 64 * 2**30  # so that a slip of a digit does not take the mach
 MAX_BATCH_BYTES = 256 * 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times a large one
 LEN_MULTIPLE = 64
+SAFETENSORS = {"safetensors": "checkpoints"}
 BATCH_FIELDS = ("prompt", "prompt_ids", "max_new_tokens", "id")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -147,10 +148,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, "_Tokenizer"]:
 
 def require_safetensors() -> None:
     """Raises `CliError` when safetensors is not installed."""
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise CliError("checkpoints need `safetensors`, which is not installed: pip install '.[cli]'.") from None
+    require(SAFETENSORS)
 
 
 def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequence[Job]) -> Any:

@@ -216,15 +216,19 @@ def _checked_links(
     if parents is None:
         return None, verified
     if spec.storage == "sliding":
-        raise ValueError(
-            '`storage`: expected "inputs" or "dense", got "sliding". The drafter proposes trees, and a shared run of '
-            "columns holds chains only."
-        )
+        problems = Problems()
+        _refuse_trees(problems)
+        problems.raise_if_any()
     node = jnp.arange(spec.num_draft_tokens, dtype=jnp.int32)[None, :]
     parents = jnp.where(node == 0, -1, parents)
     follows = (node == 0) | (parents >= 0) & (parents < node)
     sound = jnp.sum(jnp.cumprod(follows.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     return parents, jnp.minimum(verified, sound)
+
+
+def _refuse_trees(problems: Problems) -> None:
+    hint = "The drafter proposes trees, and a shared run of columns holds chains only."
+    problems.add("storage", '"inputs" or "dense"', '"sliding"', hint)
 
 
 def _is_stop(tokens: jax.Array, stop_token_ids: tuple[int, ...]) -> jax.Array:
@@ -429,7 +433,8 @@ class Engine:
       axis_order, storage: of the convolution's cache. implementation: of its operations.
 
     Raises:
-      ValueError: a size does not fit the model or the other sizes.
+      ValueError: one message that names every wrong argument: a size does not fit the model or the other sizes, or
+        the drafter proposes trees and the storage is "sliding".
 
     Example:
       >>> from jax_impl.model.tiny import tiny_model
@@ -453,8 +458,12 @@ class Engine:
         storage: Storage = "sliding",
         implementation: Implementation | None = None,
     ) -> None:
+        of_cache = {"num_draft_tokens": num_draft_tokens, "axis_order": axis_order, "storage": storage}
+        _check_engine(
+            config, parameters, max_requests, max_len, stop_token_ids, drafter, implementation,
+            of_cache | {"num_slots": num_slots},
+        )  # fmt: skip
         num_slots = max_requests if num_slots is None else num_slots
-        _check_engine(config, parameters, max_requests, max_len, stop_token_ids, drafter, implementation)
         self.config, self.parameters, self.max_len = config, parameters, max_len
         self.drafter: Drafter = PromptLookup() if drafter is None else drafter
         stop_token_ids = config.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -498,6 +507,15 @@ class Engine:
             problems.add("max_new_tokens", "an integer", repr(max_new_tokens))
         elif budget < 1:
             problems.add("max_new_tokens", "at least 1", budget)
+        elif len(prompt) >= self.config.max_positions:
+            hint = (
+                f"The model has {self.config.max_positions} positions, and a new token needs one: shorten the prompt."
+            )
+            problems.add("prompt", f"at most {self.config.max_positions - 1} tokens", len(prompt), hint)
+        elif len(prompt) + budget > self.config.max_positions:
+            most = f"at most {self.config.max_positions - len(prompt)} behind a prompt of {len(prompt)} tokens"
+            hint = f"The model has {self.config.max_positions} positions: ask for fewer tokens, or shorten the prompt."
+            problems.add("max_new_tokens", most, budget, hint)
         elif len(prompt) + budget > self.max_len:
             got = f"a prompt of {len(prompt)} and max_new_tokens = {budget}"
             problems.add("max_len", f"at least {len(prompt) + budget} tokens", self.max_len, f"There is {got}.")
@@ -724,26 +742,71 @@ def _check_engine(
     stop_token_ids: Any,
     drafter: Any,
     implementation: Any,
+    cache_options: dict[str, Any],
 ) -> None:
-    """Raises for arguments of an engine; those of its cache are checked with the cache."""
+    """Raises one `ValueError` for all wrong arguments of an engine, those of its cache among them."""
     problems = Problems()
     for name, value, of in (("config", config, ModelConfig), ("parameters", parameters, Parameters)):
         if not isinstance(value, of):
             problems.add(name, f"a {of.__name__}", type(value).__name__)
-    problems.raise_if_any()
+    limit = config.max_positions if isinstance(config, ModelConfig) else None
     length, requests = as_integer(max_len), as_integer(max_requests)
-    if length is None or not 2 <= length <= config.max_positions:
-        problems.add("max_len", f"2 to the model's {config.max_positions} positions", shown(max_len))
+    if length is None or length < 2 or (limit is not None and length > limit):
+        expected = "an integer of at least 2" if limit is None else f"2 to the model's {limit} positions"
+        problems.add("max_len", expected, shown(max_len))
+        length = None
     if requests is None or requests < 1:
         problems.add("max_requests", "an integer of at least 1", shown(max_requests))
+        requests = None
     if stop_token_ids is not None and (
         not isinstance(stop_token_ids, Iterable) or any(as_integer(token) is None for token in stop_token_ids)
     ):
         problems.add("stop_token_ids", "None or integers", shown(stop_token_ids))
-    if drafter is not None and not callable(getattr(drafter, "propose", None)):
+    can_propose = callable(getattr(drafter, "propose", None))
+    if drafter is not None and not can_propose:
         problems.add("drafter", "None or a Drafter", shown(drafter))
     implementation_name(problems, implementation)
+    spec = _cache_spec(problems, config, parameters, requests, cache_options)
+    if can_propose and spec is not None and spec.storage == "sliding" and length and requests:
+        are_trees = _proposes_trees(drafter, requests, length, spec.num_draft_tokens - 1)
+        if are_trees:
+            _refuse_trees(problems)
     problems.raise_if_any()
+
+
+def _cache_spec(
+    problems: Problems, config: Any, parameters: Any, requests: int | None, options: dict[str, Any]
+) -> ConvCacheSpec | None:
+    """The convolution's geometry, or None with its problems recorded.
+
+    What has been found wrong already is replaced by something right, so that it is named once.
+    """
+    fields: dict[str, Any] = {"num_layers": 1, "conv_dim": 1, "width": 2, **options, "max_requests": requests or 1}
+    if isinstance(config, ModelConfig):
+        fields.update(hybrid.conv_geometry(config))
+    if isinstance(parameters, Parameters):
+        fields["dtype"] = str(parameters.embedding.dtype)
+    if fields["num_slots"] is None:  # as many as requests
+        fields["num_slots"] = 1
+    try:
+        return ConvCacheSpec(**fields)
+    except ValueError as error:
+        problems.messages += str(error).splitlines()
+    return None
+
+
+def _proposes_trees(drafter: Any, max_requests: int, max_len: int, max_drafts: int) -> bool:
+    """Whether drafts have links, found by tracing; a drafter that cannot be traced here is left to the step."""
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    by_row = array((max_requests,))
+    try:
+        drafts = jax.eval_shape(
+            lambda drafter, *arrays: drafter.propose(*arrays, max_drafts),
+            drafter, array((max_requests, max_len)), by_row, by_row, array(()),
+        )  # fmt: skip
+    except Exception:  # of any kind: it may need the mesh, or fail, which the step reports
+        return False
+    return getattr(drafts, "parents", None) is not None
 
 
 def _integer(value: object) -> int | None:

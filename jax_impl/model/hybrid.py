@@ -45,6 +45,11 @@ class ModelCache:
         return self.hybrid.conv.spec
 
 
+def conv_geometry(config: ModelConfig) -> dict[str, int]:
+    """The fields of the convolution's `ConvCacheSpec` that the model decides."""
+    return {"num_layers": config.num_linear_layers, "conv_dim": config.conv_dim, "width": config.width}
+
+
 def allocate_model_cache(
     config: ModelConfig,
     dtype: str,
@@ -58,11 +63,9 @@ def allocate_model_cache(
 ) -> ModelCache:
     """A zeroed cache of `num_slots` sequences of up to `max_len` tokens, `max_requests` of them verified at a time."""
     spec = ConvCacheSpec(
-        num_layers=config.num_linear_layers,
+        **conv_geometry(config),
         num_slots=num_slots,
         max_requests=max_requests,
-        conv_dim=config.conv_dim,
-        width=config.width,
         num_draft_tokens=num_draft_tokens,
         dtype=dtype,
         axis_order=axis_order,
