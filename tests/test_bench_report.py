@@ -421,6 +421,12 @@ def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.P
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_a_name_of_a_device_is_drawn_as_it_stands(tmp_path: pathlib.Path) -> None:
+    """Dollar signs begin no formula, whose errors would end the command."""
+    pytest.importorskip("matplotlib")
+    assert len(plots.draw(record(row(pallas=timed(2.0)), device=r"$\frac$"), "x", tmp_path)) == 2
+
+
 def figure_of(everything: report.Record, operation: str) -> Any:
     pytest.importorskip("matplotlib")
     rows = [point for point in everything["points"] if point["operation"] == operation]
