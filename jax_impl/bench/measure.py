@@ -45,7 +45,7 @@ class Options:
       accept: counts of the requests; None accepts all tokens in a whole step and random counts elsewhere.
       check: whether every result is compared with the XLA form before its geometry is timed.
       kernel_times: whether CUPTI is asked.
-      only: kinds of subjects to time, of `report.SUBJECTS`; empty for all.
+      only: kinds of subjects to time, of `form.SUBJECTS`; empty for all.
 
     `rollback`, `prefill` and `drafts` have batches of their own.
     """

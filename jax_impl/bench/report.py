@@ -7,12 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jax_impl.bench import form
+from jax_impl.bench.form import MESH, OPERATIONS
 from jax_impl.layout import AXIS_ORDERS
 
-OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "drafts", "compile", "scaling")
-MESH = "mesh"  # a whole step on several devices: measured where it is asked for, with bench --mesh
-# Kinds; a row's names may go on, such as copy_driver, pallas_scan.
-SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
 NOT_MEASURED = "–"
 DRAFT_TOKENS = (4,)  # what bench measures unless told; other numbers are part of the file's name
 PRESET = "Qwen3.5-35B-A3B"  # likewise, at TP 1
@@ -90,26 +88,16 @@ def read(path: pathlib.Path) -> Record:
       ValueError: the file cannot be read, or is not a results file.
     """
     try:
-        record = json.loads(path.read_text())
-        for row in record["points"]:
-            _require(row)
-        _title(record, record["points"])
+        record = form.load(path.read_text())
+        form.require(record)
         return record
     except OSError as error:
-        raise ValueError(f"`{path}`: expected a file written by bench --out, got {error.strerror}.") from error
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"`{path}`: expected a file written by bench --out, got {error!r}.") from error
-
-
-def _require(row: Row) -> None:
-    """LookupError unless a row says what it is about, and holds a time, a compiled program or an error."""
-    for name in ("axis_order", "num_draft_tokens", "batch", "num_layers", "conv_dim", "width", "num_slots", "dtype"):
-        row[name]
-    if row["operation"] not in (*OPERATIONS, MESH):
-        raise LookupError(f"operation {row['operation']}")
-    timed = any(isinstance(value, dict) and "median_us" in value for value in row.values())
-    if not (timed or "compile_s" in row or "errors" in row):
-        raise LookupError("median_us")
+        found = error.strerror
+    except UnicodeDecodeError as error:
+        found = f"no text: byte {error.start}"
+    except ValueError as error:
+        found = error
+    raise ValueError(f"`{path}`: expected a file written by bench --out, got {found}.")
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
