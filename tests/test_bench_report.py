@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jax_impl.__main__ import main
-from jax_impl.bench import drafts, plots, report
+from jax_impl.bench import drafts, measure, plots, report
 from jax_impl.layout import AXIS_ORDERS
 
 RESULTS = pathlib.Path(__file__).parent.parent / "notebooks" / "results"
@@ -251,6 +251,24 @@ def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
     assert "passes 66 arrays to every device" in of_mesh[1]
     cells = of_mesh[2].splitlines()[-1]
     assert cells == "| time_major | 2 | 1 | 4 | 16 | 50.0 | 52.0 | 1.020 | 1.96× | 100.0 | 104.0 | 1.040 | 1.92× |"
+
+
+def wall_only(microseconds: float) -> dict[str, Any]:
+    return {"wall": timed(microseconds), "latency": timed(microseconds + 9)}
+
+
+def test_a_mesh_of_which_only_wall_times_are_known_has_dashes_for_the_device() -> None:
+    """In the table, in its caption and in the printed line."""
+    point = MESHED | {"one": wall_only(100.0), "all": wall_only(104.0)}
+    point |= {"step_ratio": {"wall": 1.04}, "throughput": {"wall": 1.92}}
+    caption, cells = report.tables(record(point)).split("\n\n")[1:]
+    assert cells.splitlines()[-1] == "| time_major | 2 | 1 | 4 | 16 | – | – | – | – | 100.0 | 104.0 | 1.040 | 1.92× |"
+    assert "On the device" not in caption
+    assert "No times on the device were measured." in caption
+    line = measure.line(point)
+    assert line.endswith(
+        "data=2 tensor=1  wall: step ratio 1.040, throughput 1.92×  one – (wall 100.00)  all – (wall 104.00)"
+    )
 
 
 def test_the_committed_mesh_has_wall_times_only() -> None:

@@ -154,6 +154,9 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     """A line above a table whose geometry is its own, or whose numbers need telling apart."""
     explained = _EXPLAINED.get(rows[0]["operation"])
     if explained:
+        times = [value for row in rows for value in row.values() if isinstance(value, dict)]
+        if any(isinstance(of.get("wall"), dict) for of in times) and not any("median_us" in of for of in times):
+            explained = explained.replace(_ON_DEVICE, "No times on the device were measured. ")
         return [explained.format(arrays=2 * rows[0]["num_layers"] + 6)]
     of = next((row for row in rows if "model" in row), None)
     if of is None:
@@ -162,11 +165,12 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     return [f"{of['operation'].capitalize()} of {of['model']}: {_sizes(of, of['groups'])}, state {state} in float32."]
 
 
+_ON_DEVICE = "On the device: steps follow each other in one program. "
 _EXPLAINED = {
-    "step": "A whole step. On the device: steps follow each other in one program. Wall: one call of a queue of jitted "
-    "calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and six others. Chained, the next layer's "
-    "x is y of this one, and a call passes 8, as a step inside a larger program would; x is then in the cache, so this "
-    "device time is not to be compared with the copies.",
+    "step": f"A whole step. {_ON_DEVICE}"
+    "Wall: one call of a queue of jitted calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and "
+    "six others. Chained, the next layer's x is y of this one, and a call passes 8, as a step inside a larger program "
+    "would; x is then in the cache, so this device time is not to be compared with the copies.",
     "drafts": "A step is a verify in every layer and, unless it resumes, one commit. Sliding: rows of D+K-2 columns. "
     "Inputs: rows of the D inputs. Kept: the caller's own x is the buffer, and verify writes y alone; kept_tree: the "
     "same with the links of a tree, here a chain's. Resumed: no commit, the next verify finds its history itself, in "
@@ -174,9 +178,9 @@ _EXPLAINED = {
     "Columns: what one layer reads and writes of a request. Times on the device; the last column is over sliding's, a "
     "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
     "copies too.",
-    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. On the device: "
-    "steps follow each other in one program. Wall: one call of a queue of jitted calls, each of which passes {arrays} "
-    "arrays to every device.",
+    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. "
+    f"{_ON_DEVICE}"
+    "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device.",
 }
 
 
