@@ -19,12 +19,12 @@ from jax_impl.bench import (
     measure,
     prefill,
     program,
-    report,
     rollback,
     step,
     subjects,
     timing,
 )
+from jax_impl.bench.form import SUBJECTS
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.layout import ConvCacheSpec
 from jax_impl.presets import get_preset
@@ -285,7 +285,7 @@ def test_a_kind_of_subject_is_a_whole_name_or_its_beginning(monkeypatch: pytest.
     for only, names in ((("lists_per_layer", "copy"), ["lists_per_layer", "copy_driver"]), (("pallas",), ["pallas"])):
         row = measure.fill(measure.identity("rollback", SPEC, 4), makers, measure.Options([4], only=only))
         assert [name for name in times if name in row] == names
-        assert set(only) <= set(report.SUBJECTS)
+        assert set(only) <= set(SUBJECTS)
 
 
 def test_arrays_that_do_not_fit_fail_their_own_points_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from jax_impl.__main__ import main
-from jax_impl.bench import drafts, plots, report
+from jax_impl.bench import drafts, measure, plots, report
 from jax_impl.layout import AXIS_ORDERS
 
+RESULTS = pathlib.Path(__file__).parent.parent / "notebooks" / "results"
 ENVIRONMENT = {"date": "2026-11-29", "device": "GPU", "driver": "1", "versions": {"jax": "0.11.2"}}
 
 
@@ -65,6 +66,67 @@ def test_other_files_are_refused_with_one_kind_of_error(tmp_path: pathlib.Path, 
         path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"`{path}`: expected a file written by bench --out, got")):
         report.table(path)
+
+
+CASES = json.dumps(record(row(pallas=timed(2.0))))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "no JSON: line 1, column 1"),
+        ('{"points": [\n1,,]}', "no JSON: line 2, column 3"),
+        (b"\xff\xfe", "no text: byte 0"),
+        ("[" * 100_000, "lists or objects nested too deep"),
+        ("9" * 5000, "no JSON: a number of too many digits"),
+        ("[]", "a list"),
+        ("3", "the number 3"),
+        ("null", "null"),
+        ('{"tool": "compute-sanitizer"}', "no `points`"),
+        ('{"points": {}}', "an object as `points`, not a list"),
+        (json.dumps(record()), "no points"),
+        (json.dumps(record() | {"points": ["x"]}), "the text 'x' as `points[0]`, not an object"),
+        (CASES.replace('"environment"', '"where"'), "no `environment`"),
+        (CASES.replace('"driver"', '"other"'), "no `environment.driver`"),
+        (CASES.replace('"GPU"', r'"\ud800"'), r"the text '\ud800' as `environment.device`, not printable text"),
+        (CASES.replace('"tp": 1', '"tp": true'), "true as `tp`, not a whole number"),
+        (CASES.replace('"batch": 16', '"batch": "x"'), "the text 'x' as `points[0].batch`, not a whole number"),
+        (CASES.replace('"batch"', '"rows"'), "no `points[0].batch`"),
+        (CASES.replace('"commit"', '"other"'), "the text 'other' as `points[0].operation`, not one of"),
+        (CASES.replace('"time_major"', '"$x"'), "the text '$x' as `points[0].axis_order`, not one of"),
+        (CASES.replace("2.0", '"1"'), "the text '1' as `points[0].pallas.median_us`, not a number"),
+        (CASES.replace("2.0", "NaN"), "the number nan as `points[0].pallas.median_us`, not a number"),
+        (CASES.replace('{"median_us": 2.0}', "[2]"), "a list as `points[0].pallas`, not an object"),
+        (CASES.replace('"median_us"', '"us"'), "no time in `points[0]`"),
+        (CASES.replace('"width": 4', '"width": 0'), "sizes that no cache has: `width`: "),
+        (json.dumps(record(row(errors=3))), "the number 3 as `points[0].errors`, not an object"),
+        (json.dumps(record(row(errors={"xla": 3}))), "the number 3 as `points[0].errors.xla`, not text"),
+        (json.dumps(record(row(pallas=timed(1.0, wall=2)))), "the number 2 as `points[0].pallas.wall`, not an object"),
+        (json.dumps(record(row("mesh", one=timed(1.0)))), "no `points[0].data`"),
+        (json.dumps(record(row("mesh", data=1, tensor=2, step_ratio=1.9))), "the number 1.9 as `points[0].step_ratio`"),
+        (json.dumps(record(row("rollback", pallas=timed(1.0), recurrent=True))), "no `points[0].track`"),
+        (json.dumps(record(row("rollback", pallas=timed(1.0), model="x"))), "no `points[0].groups`"),
+        (json.dumps(record(row("scaling", pallas=timed(1.0), over="conv_dim"))), "no `points[0].of`"),
+        (json.dumps(record(row(pallas=timed(1.0))) | {"geometry": {"width": 4}}), "no `geometry.num_layers`"),
+        (json.dumps(record(row(pallas=timed(1.0))) | {"command_buffers": 1}), "the number 1 as `command_buffers`"),
+    ],
+)
+def test_a_file_of_another_form_is_named_in_words_and_left_out(
+    tmp_path: pathlib.Path, capsys: Any, content: str | bytes, found: str
+) -> None:
+    """One line that says what was found, no exception's; the results file after it is printed and drawn."""
+    pytest.importorskip("matplotlib")
+    path, own = tmp_path / "x.json", saved(tmp_path / "own.json", record(row(pallas=timed(2.0))))
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["bench", "--report", str(path), str(own), "--plots", str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"left out: `{path}`: expected a file written by bench --out, got {found}")
+    assert line.endswith(".")
+    assert "Error" not in line
+    assert printed.out.count("GPU, driver 1, JAX") == 1
+    assert {drawn.name.partition("-")[0] for drawn in (tmp_path / "new").iterdir()} == {"own"}
+    assert main(["bench", "--report", str(path)]) == 1
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -189,6 +251,38 @@ def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
     assert "passes 66 arrays to every device" in of_mesh[1]
     cells = of_mesh[2].splitlines()[-1]
     assert cells == "| time_major | 2 | 1 | 4 | 16 | 50.0 | 52.0 | 1.020 | 1.96× | 100.0 | 104.0 | 1.040 | 1.92× |"
+
+
+def wall_only(microseconds: float) -> dict[str, Any]:
+    return {"wall": timed(microseconds), "latency": timed(microseconds + 9)}
+
+
+def test_a_mesh_of_which_only_wall_times_are_known_has_dashes_for_the_device() -> None:
+    """In the table, in its caption and in the printed line."""
+    point = MESHED | {"one": wall_only(100.0), "all": wall_only(104.0)}
+    point |= {"step_ratio": {"wall": 1.04}, "throughput": {"wall": 1.92}}
+    caption, cells = report.tables(record(point)).split("\n\n")[1:]
+    assert cells.splitlines()[-1] == "| time_major | 2 | 1 | 4 | 16 | – | – | – | – | 100.0 | 104.0 | 1.040 | 1.92× |"
+    assert "On the device" not in caption
+    assert "No times on the device were measured." in caption
+    line = measure.line(point)
+    assert line.endswith(
+        "data=2 tensor=1  wall: step ratio 1.040, throughput 1.92×  one – (wall 100.00)  all – (wall 104.00)"
+    )
+
+
+def test_the_committed_mesh_has_wall_times_only() -> None:
+    """Its numbers were taken before device times were; under those names they were printed as such."""
+    content = report.read(RESULTS / "2026-11-30-mesh-wall.json")
+    assert "wall" in content["note"]
+    for point in content["points"]:
+        assert "median_us" not in point["one"].keys() | point["all"].keys()
+        ratio = point["all"]["wall"]["median_us"] / point["one"]["wall"]["median_us"]
+        assert point["step_ratio"]["wall"] == pytest.approx(ratio, abs=1e-4)
+        assert point["throughput"]["wall"] == pytest.approx(point["data"] / ratio, abs=1e-4)
+    first = report.tables(content).split("\n\n")[2].splitlines()[2]
+    assert first == "| time_major | 2 | 1 | 4 | 16 | – | – | – | – | 281.1 | 535.8 | 1.906 | 1.05× |"
+    assert RESULTS / "2026-11-30-mesh-wall.json" not in report.results_files(RESULTS)
 
 
 def test_what_the_designs_are_is_said_above_them() -> None:
@@ -421,6 +515,12 @@ def test_plots_of_every_operation(everything: report.Record, tmp_path: pathlib.P
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_a_name_of_a_device_is_drawn_as_it_stands(tmp_path: pathlib.Path) -> None:
+    """Dollar signs begin no formula, whose errors would end the command."""
+    pytest.importorskip("matplotlib")
+    assert len(plots.draw(record(row(pallas=timed(2.0)), device=r"$\frac$"), "x", tmp_path)) == 2
+
+
 def figure_of(everything: report.Record, operation: str) -> Any:
     pytest.importorskip("matplotlib")
     rows = [point for point in everything["points"] if point["operation"] == operation]
@@ -547,12 +647,13 @@ def test_update_readme_from_no_results_file_keeps_it(checkout: pathlib.Path, cap
 
 
 def test_the_committed_results_are_reported_but_for_other_tools(capsys: Any) -> None:
-    folder = pathlib.Path(__file__).parent.parent / "notebooks" / "results"
-    assert main(["bench", "--report", *map(str, sorted(folder.glob("*.json")))]) == 0
-    named = {line.split("`")[1].removeprefix(f"{folder}/") for line in capsys.readouterr().err.splitlines()}
-    own = {path.name for path in report.results_files(folder)}
+    assert main(["bench", "--report", *map(str, sorted(RESULTS.glob("*.json")))]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    named = {line.split("`")[1].removeprefix(f"{RESULTS}/") for line in lines}
+    own = {path.name for path in report.results_files(RESULTS)} | {"2026-11-30-mesh-wall.json"}
     assert not named & own
     assert {"2026-11-29-sanitizer.json", "2026-11-30-decode-B8.json", "2026-11-30-mutations.json"} <= named
+    assert all(line.endswith("`: expected a file written by bench --out, got no `points`.") for line in lines)
 
 
 def test_plots_without_matplotlib_say_what_to_install(tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:

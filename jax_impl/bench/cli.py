@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model, up_to
-from jax_impl.bench import plots, report
+from jax_impl.bench import form, plots, report
 from jax_impl.bench.report import OPERATIONS
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, AxisOrder, ConvCacheSpec
 
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     option("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the state (default: %(default)s)")
     option("--accept", choices=("all", "random"), help="accepted tokens (default: all for step, random elsewhere)")
     option("--repeats", type=positive, help="timed runs per subject (default: 20, fewer where a call is long)")
-    option("--subjects", nargs="+", default=[], choices=report.SUBJECTS, help="time these only (default: all)")
+    option("--subjects", nargs="+", default=[], choices=form.SUBJECTS, help="time these only (default: all)")
     option("--no-kernel-times", action="store_true", help="do not ask CUPTI, where another profiler is attached")
     option("--no-command-buffers", action="store_true", help="tell XLA to launch every kernel on its own")
     option(
@@ -121,15 +121,15 @@ def _refuse_mismatches(args: argparse.Namespace) -> None:
 
 def _from_files(args: argparse.Namespace) -> int:
     """Prints, draws and rewrites from results files; nothing is measured. 1 when --report names none."""
-    given = _results_among(args.report or [])
+    given = dict(_results_among(args.report or []))
     if args.report and not given:
         return 1
     if given and not args.update_readme:
-        print("\n\n".join(report.table(path) for path in given))
+        print("\n\n".join(map(report.tables, given.values())))
     if args.plots and given:
         _make_folder(args, "--plots", args.plots)
-        for path in given:
-            _draw(report.read(path), path.stem, args.plots)
+        for path, record in given.items():
+            _draw(record, path.stem, args.plots)
     if args.update_readme:
         paths = given or report.results_files(args.update_readme.parent / RESULTS)
         report.update_readme(args.update_readme, paths)
@@ -137,16 +137,13 @@ def _from_files(args: argparse.Namespace) -> int:
     return 0
 
 
-def _results_among(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+def _results_among(paths: Sequence[pathlib.Path]) -> Iterator[tuple[pathlib.Path, report.Record]]:
     """Those that `bench --out` wrote; a folder of results has other files too, and each is named on stderr."""
-    own = []
     for path in paths:
         try:
-            report.read(path)
-            own.append(path)
+            yield path, report.read(path)
         except ValueError as error:
             print(f"left out: {' '.join(str(error).splitlines())}", file=sys.stderr)
-    return own
 
 
 def _draw(record: report.Record, stem: str, folder: pathlib.Path) -> None:

@@ -45,7 +45,7 @@ class Options:
       accept: counts of the requests; None accepts all tokens in a whole step and random counts elsewhere.
       check: whether every result is compared with the XLA form before its geometry is timed.
       kernel_times: whether CUPTI is asked.
-      only: kinds of subjects to time, of `report.SUBJECTS`; empty for all.
+      only: kinds of subjects to time, of `form.SUBJECTS`; empty for all.
 
     `rollback`, `prefill` and `drafts` have batches of their own.
     """
@@ -371,8 +371,11 @@ def line(row: Row) -> str:
     if "sliding_ratio" in row:
         head += f"  {row['sliding_ratio']:.3f} of sliding"
     for name, times in row.items():
-        if isinstance(times, dict) and "median_us" in times:
-            head += f"  {name} {times['median_us']:.2f}"
-            head += f" (wall {times['wall']['median_us']:.2f})" if "wall" in times else ""
+        if not isinstance(times, dict):
+            continue
+        walled = isinstance(times.get("wall"), dict)  # a ratio by the wall is a number
+        if walled or "median_us" in times:
+            head += f"  {name} {times['median_us']:.2f}" if "median_us" in times else f"  {name} {report.NOT_MEASURED}"
+            head += f" (wall {times['wall']['median_us']:.2f})" if walled else ""
             head += f" ({times['copy_fraction']:.1%} of copy)" if "copy_fraction" in times else ""
     return head + "".join(f"  {name} FAILED {why}" for name, why in row.get("errors", {}).items())

@@ -125,7 +125,7 @@ def draw(record: Record, stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
     )
     paths = []
     for name, figure in figures.items():
-        figure.suptitle(f"{name}: {source}", fontsize="medium")
+        figure.suptitle(f"{name}: {source}", fontsize="medium", parse_math=False)
         paths.append(folder / f"{stem}-{name}.png")
         figure.savefig(paths[-1], dpi=120)
     return paths

@@ -7,12 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jax_impl.bench import form
+from jax_impl.bench.form import MESH, OPERATIONS
 from jax_impl.layout import AXIS_ORDERS
 
-OPERATIONS = ("commit", "verify", "step", "rollback", "prefill", "drafts", "compile", "scaling")
-MESH = "mesh"  # a whole step on several devices: measured where it is asked for, with bench --mesh
-# Kinds; a row's names may go on, such as copy_driver, pallas_scan.
-SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
 NOT_MEASURED = "–"
 DRAFT_TOKENS = (4,)  # what bench measures unless told; other numbers are part of the file's name
 PRESET = "Qwen3.5-35B-A3B"  # likewise, at TP 1
@@ -90,26 +88,16 @@ def read(path: pathlib.Path) -> Record:
       ValueError: the file cannot be read, or is not a results file.
     """
     try:
-        record = json.loads(path.read_text())
-        for row in record["points"]:
-            _require(row)
-        _title(record, record["points"])
+        record = form.load(path.read_text())
+        form.require(record)
         return record
     except OSError as error:
-        raise ValueError(f"`{path}`: expected a file written by bench --out, got {error.strerror}.") from error
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"`{path}`: expected a file written by bench --out, got {error!r}.") from error
-
-
-def _require(row: Row) -> None:
-    """LookupError unless a row says what it is about, and holds a time, a compiled program or an error."""
-    for name in ("axis_order", "num_draft_tokens", "batch", "num_layers", "conv_dim", "width", "num_slots", "dtype"):
-        row[name]
-    if row["operation"] not in (*OPERATIONS, MESH):
-        raise LookupError(f"operation {row['operation']}")
-    timed = any(isinstance(value, dict) and "median_us" in value for value in row.values())
-    if not (timed or "compile_s" in row or "errors" in row):
-        raise LookupError("median_us")
+        found = error.strerror
+    except UnicodeDecodeError as error:
+        found = f"no text: byte {error.start}"
+    except ValueError as error:
+        found = error
+    raise ValueError(f"`{path}`: expected a file written by bench --out, got {found}.")
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -166,6 +154,9 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     """A line above a table whose geometry is its own, or whose numbers need telling apart."""
     explained = _EXPLAINED.get(rows[0]["operation"])
     if explained:
+        times = [value for row in rows for value in row.values() if isinstance(value, dict)]
+        if any(isinstance(of.get("wall"), dict) for of in times) and not any("median_us" in of for of in times):
+            explained = explained.replace(_ON_DEVICE, "No times on the device were measured. ")
         return [explained.format(arrays=2 * rows[0]["num_layers"] + 6)]
     of = next((row for row in rows if "model" in row), None)
     if of is None:
@@ -174,11 +165,12 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     return [f"{of['operation'].capitalize()} of {of['model']}: {_sizes(of, of['groups'])}, state {state} in float32."]
 
 
+_ON_DEVICE = "On the device: steps follow each other in one program. "
 _EXPLAINED = {
-    "step": "A whole step. On the device: steps follow each other in one program. Wall: one call of a queue of jitted "
-    "calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and six others. Chained, the next layer's "
-    "x is y of this one, and a call passes 8, as a step inside a larger program would; x is then in the cache, so this "
-    "device time is not to be compared with the copies.",
+    "step": f"A whole step. {_ON_DEVICE}"
+    "Wall: one call of a queue of jitted calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and "
+    "six others. Chained, the next layer's x is y of this one, and a call passes 8, as a step inside a larger program "
+    "would; x is then in the cache, so this device time is not to be compared with the copies.",
     "drafts": "A step is a verify in every layer and, unless it resumes, one commit. Sliding: rows of D+K-2 columns. "
     "Inputs: rows of the D inputs. Kept: the caller's own x is the buffer, and verify writes y alone; kept_tree: the "
     "same with the links of a tree, here a chain's. Resumed: no commit, the next verify finds its history itself, in "
@@ -186,9 +178,9 @@ _EXPLAINED = {
     "Columns: what one layer reads and writes of a request. Times on the device; the last column is over sliding's, a "
     "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
     "copies too.",
-    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. On the device: "
-    "steps follow each other in one program. Wall: one call of a queue of jitted calls, each of which passes {arrays} "
-    "arrays to every device.",
+    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. "
+    f"{_ON_DEVICE}"
+    "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device.",
 }
 
 
