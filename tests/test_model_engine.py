@@ -104,7 +104,8 @@ def test_a_state_that_is_gone_is_named(model: Any, monkeypatch: pytest.MonkeyPat
     ],
 )  # fmt: skip
 def test_all_wrong_arguments_are_in_one_message(model: Any, options: dict[str, Any], names: str) -> None:
-    arguments = dict(zip(("config", "parameters"), model, strict=True)) | {"max_requests": 2, "max_len": 32} | options
+    given = dict(zip(("config", "parameters"), model, strict=True))
+    arguments: dict[str, Any] = given | {"max_requests": 2, "max_len": 32} | options
     with pytest.raises(ValueError, match="expected") as raised:
         Engine(**arguments)
     assert re.findall(r"^`(\w+)`: expected ", str(raised.value), re.M) == names.split()
