@@ -43,7 +43,7 @@ def index_array(
     if tokens is not None and isinstance(value, list | tuple) and not value:
         array = np.zeros((0, tokens if isinstance(tokens, int) else 0), np.int32)  # of no requests, tokens are unknown
     if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
-        problems.add(name, "an integer array", _other_than_numbers(value, array), "Index arrays are int32.")
+        problems.add(name, "an integer array", _what_came(value, array), "Index arrays are int32.")
         return None
     axes, expected = ("request", (batch,)) if tokens is None else ("request, token", (batch, tokens))
     if not shape_fits(array.shape, expected):
@@ -59,7 +59,7 @@ def index_array(
     return jnp.asarray(array.astype(jnp.int32))
 
 
-def _other_than_numbers(value: Any, array: Any) -> str:
+def _what_came(value: Any, array: Any) -> str:
     """What came instead of an array of some dtype: the dtype of another, or the value that is none."""
     if array is None:
         return "a ragged or mixed list"
@@ -171,7 +171,7 @@ def bool_array(problems: Problems, name: str, value: Any, batch: int | None) -> 
     if isinstance(value, list | tuple) and not value:
         array = np.zeros(0, np.bool_)
     if array is None or array.dtype != np.bool_:
-        problems.add(name, "a bool array", _other_than_numbers(value, array))
+        problems.add(name, "a bool array", _what_came(value, array))
         return None
     if batch is not None and array.shape != (batch,):
         problems.expect(name, "request", (batch,), array.shape)

@@ -80,6 +80,10 @@ def _is_array(value: object) -> bool:
     return not isinstance(value, type) and hasattr(value, "__array__") and hasattr(value, "shape")
 
 
+def _is_traced(value: object) -> bool:
+    return any(of.__name__ == "Tracer" for of in type(value).__mro__)
+
+
 def shown(value: Any) -> str:
     """A wrong value as a message shows it: one line, cut when it is long; of an array dtype, shape and if it is traced.
 
@@ -87,8 +91,7 @@ def shown(value: Any) -> str:
     ('1.5', 'xxxx...')
     """
     if _is_array(value):
-        is_traced = any(of.__name__ == "Tracer" for of in type(value).__mro__)
-        return f"{'traced ' * is_traced}{dtype_name(value.dtype)} array of shape {tuple(value.shape)}"
+        return f"{'traced ' * _is_traced(value)}{dtype_name(value.dtype)} array of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -338,11 +341,9 @@ def use_storage(topk: int, parents: Any = None) -> Storage:
     links = _as_list(parents)
     nested = isinstance(links, list) and any(isinstance(row, list) for row in links)
     rows: Any = links if nested else [links]
-    deeper = any(isinstance(parent, list) for row in rows if isinstance(row, list) for parent in row)
-    if not isinstance(links, list) or not all(isinstance(row, list) for row in rows) or deeper:
-        got = shown(parents)
-        hint = "The storage is static: it depends on values." if got.startswith("traced") else ""
-        problems.add("parents", "[token] or [request, token]", got, hint)
+    if not all(isinstance(row, list) and not any(isinstance(parent, list) for parent in row) for row in rows):
+        hint = "The storage is static: it depends on values." if _is_traced(parents) else ""
+        problems.add("parents", "[token] or [request, token]", shown(parents), hint)
         problems.raise_if_any()
     storage: Storage = "sliding"
     for request, row in enumerate(rows):

@@ -65,10 +65,10 @@ def test_other_files_are_refused_with_one_kind_of_error(tmp_path: pathlib.Path, 
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"`{path}`: expected a file written by bench --out, got")):
-        report.table(path)
+        report.read(path)
 
 
-CASES = json.dumps(record(row(pallas=timed(2.0))))
+WRITTEN = json.dumps(record(row(pallas=timed(2.0))))
 
 
 @pytest.mark.parametrize(
@@ -86,19 +86,19 @@ CASES = json.dumps(record(row(pallas=timed(2.0))))
         ('{"points": {}}', "an object as `points`, not a list"),
         (json.dumps(record()), "no points"),
         (json.dumps(record() | {"points": ["x"]}), "the text 'x' as `points[0]`, not an object"),
-        (CASES.replace('"environment"', '"where"'), "no `environment`"),
-        (CASES.replace('"driver"', '"other"'), "no `environment.driver`"),
-        (CASES.replace('"GPU"', r'"\ud800"'), r"the text '\ud800' as `environment.device`, not printable text"),
-        (CASES.replace('"tp": 1', '"tp": true'), "true as `tp`, not a whole number"),
-        (CASES.replace('"batch": 16', '"batch": "x"'), "the text 'x' as `points[0].batch`, not a whole number"),
-        (CASES.replace('"batch"', '"rows"'), "no `points[0].batch`"),
-        (CASES.replace('"commit"', '"other"'), "the text 'other' as `points[0].operation`, not one of"),
-        (CASES.replace('"time_major"', '"$x"'), "the text '$x' as `points[0].axis_order`, not one of"),
-        (CASES.replace("2.0", '"1"'), "the text '1' as `points[0].pallas.median_us`, not a number"),
-        (CASES.replace("2.0", "NaN"), "the number nan as `points[0].pallas.median_us`, not a number"),
-        (CASES.replace('{"median_us": 2.0}', "[2]"), "a list as `points[0].pallas`, not an object"),
-        (CASES.replace('"median_us"', '"us"'), "no time in `points[0]`"),
-        (CASES.replace('"width": 4', '"width": 0'), "sizes that no cache has: `width`: "),
+        (WRITTEN.replace('"environment"', '"where"'), "no `environment`"),
+        (WRITTEN.replace('"driver"', '"other"'), "no `environment.driver`"),
+        (WRITTEN.replace('"GPU"', r'"\ud800"'), r"the text '\ud800' as `environment.device`, not printable text"),
+        (WRITTEN.replace('"tp": 1', '"tp": true'), "true as `tp`, not a whole number"),
+        (WRITTEN.replace('"batch": 16', '"batch": "x"'), "the text 'x' as `points[0].batch`, not a whole number"),
+        (WRITTEN.replace('"batch"', '"rows"'), "no `points[0].batch`"),
+        (WRITTEN.replace('"commit"', '"other"'), "the text 'other' as `points[0].operation`, not one of"),
+        (WRITTEN.replace('"time_major"', '"$x"'), "the text '$x' as `points[0].axis_order`, not one of"),
+        (WRITTEN.replace("2.0", '"1"'), "the text '1' as `points[0].pallas.median_us`, not a number"),
+        (WRITTEN.replace("2.0", "NaN"), "the number nan as `points[0].pallas.median_us`, not a number"),
+        (WRITTEN.replace('{"median_us": 2.0}', "[2]"), "a list as `points[0].pallas`, not an object"),
+        (WRITTEN.replace('"median_us"', '"us"'), "no time in `points[0]`"),
+        (WRITTEN.replace('"width": 4', '"width": 0'), "sizes that no cache has: `width`: "),
         (json.dumps(record(row(errors=3))), "the number 3 as `points[0].errors`, not an object"),
         (json.dumps(record(row(errors={"xla": 3}))), "the number 3 as `points[0].errors.xla`, not text"),
         (json.dumps(record(row(pallas=timed(1.0, wall=2)))), "the number 2 as `points[0].pallas.wall`, not an object"),
@@ -146,7 +146,7 @@ def test_a_file_of_another_form_is_named_in_words_and_left_out(
 )
 def test_a_table_leaves_out_what_was_not_measured(tmp_path: pathlib.Path, more: Any, cells: str) -> None:
     point = row(**{"pallas": timed(2.0), "xla": timed(5.0), **more})
-    title, *_, line = report.table(saved(tmp_path / "x.json", record(point))).splitlines()
+    title, *_, line = report.tables(report.read(saved(tmp_path / "x.json", record(point)))).splitlines()
     assert line == f"| commit | time_major | 4 | 16 | {cells} |"
     assert title == (
         "GPU, driver 1, JAX 0.11.2, Triton none, 2026-11-29; "
@@ -345,7 +345,7 @@ def test_a_point_that_was_not_timed_has_dashes_and_no_plot(tmp_path: pathlib.Pat
     wrong = [
         row(name, errors={"check": "results differ from the XLA form"}) for name in ("rollback", "prefill", "drafts")
     ]
-    text = report.table(saved(tmp_path / "x.json", record(*wrong)))
+    text = report.tables(report.read(saved(tmp_path / "x.json", record(*wrong))))
     assert "| – | time_major | – | 16 | – |" in text
     assert "| time_major | 16 | – | – |" in text
     assert "| – | – | time_major | 4 | 16 | – |" in text

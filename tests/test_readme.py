@@ -45,6 +45,6 @@ def test_the_measured_block_is_what_the_command_writes(tmp_path):
 
 
 def test_the_first_file_is_still_readable():
-    rows = report.table(ROOT / "notebooks" / "results" / "2026-11-29-commit-verify.json").splitlines()
+    rows = report.tables(report.read(ROOT / "notebooks" / "results" / "2026-11-29-commit-verify.json")).splitlines()
     assert "| commit | time_major | 4 | 256 | 195.67 | 178.47 | 91.2% | 1.2 | 1.01 | – |" in rows
     assert len([row for row in rows if row.startswith("| verify |")]) == 10

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_impl.arguments import CliError, positive, published_model, up_to
 from jax_impl.bench import form, plots, report
-from jax_impl.bench.report import OPERATIONS
+from jax_impl.bench.form import OPERATIONS
 from jax_impl.layout import AXIS_ORDERS, ITEM_BYTES, AxisOrder, ConvCacheSpec
 
 BUFFER_ROWS = 256  # rows of the buffer, so that small batches rotate over more data than the cache holds

@@ -65,6 +65,15 @@ def load(text: str) -> Any:
         raise ValueError("lists or objects nested too deep") from error
 
 
+def is_of(name: str, kinds: Iterable[str]) -> bool:
+    """Whether a subject's name is one of the kinds or begins with one.
+
+    >>> is_of("copy_driver", SUBJECTS), is_of("copyright", SUBJECTS)
+    (True, False)
+    """
+    return any(name == kind or name.startswith(f"{kind}_") for kind in kinds)
+
+
 def require(record: Any) -> None:
     """Refuses what has not the form of a results file.
 
@@ -110,7 +119,7 @@ def _require_row(row: Mapping[str, Any], where: str) -> None:
             _expect(value, f"{where}.{name}.{key}", kind)
     timed = "compile_s" in row or "errors" in row
     for name, value in row.items():
-        if name in ("one", "all") or any(name == kind or name.startswith(f"{kind}_") for kind in SUBJECTS):
+        if name in ("one", "all") or is_of(name, SUBJECTS):
             _expect(value, f"{where}.{name}", OBJECT)
             timed |= _has_times(value, f"{where}.{name}.")
     if not timed:

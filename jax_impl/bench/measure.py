@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from jax_impl.bench import comparing, compiling, drafts, prefill, report, rollback, step, subjects, timing
+from jax_impl.bench import comparing, compiling, drafts, form, prefill, report, rollback, step, subjects, timing
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.cache import ConvCache
 from jax_impl.layout import ConvCacheSpec
@@ -121,7 +121,7 @@ def fill(row: Row, makers: Makers, options: Options) -> Row:
     """Adds each subject's times to the row; one that fails, for want of memory say, leaves its error there instead."""
     repeats = options.repeats or REPEATS[row["operation"]]
     for name, make in makers.items():
-        if options.only and not any(name == kind or name.startswith(f"{kind}_") for kind in options.only):
+        if options.only and not form.is_of(name, options.only):
             continue
         try:
             row[name] = timed(make(), repeats, options.kernel_times)

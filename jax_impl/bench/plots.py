@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_impl.bench.report import MESH, Record, Row, at, copy_us
+from jax_impl.bench.form import MESH
+from jax_impl.bench.report import Record, Row, at, copy_us
 from jax_impl.layout import ConvCacheSpec
 
 BYTES_TOKENS = tuple(range(1, 17))  # D of the plot of bytes

@@ -103,19 +103,12 @@ def read(path: pathlib.Path) -> Record:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table(path: pathlib.Path) -> str:
-    """One results file as Markdown: a table for each operation, under a line that says where and when it was taken.
-
-    What was not measured, copies and Triton where torch is not installed for instance, is a dash.
-
-    Raises:
-      ValueError: the file cannot be read, or is not a results file.
-    """
-    return tables(read(path))
-
-
 def tables(record: Record, keep: Callable[[Row], bool] = lambda row: True) -> str:
-    """The points of a record that `keep` accepts, as `table` prints them."""
+    """A results file as Markdown: a table for each operation, under a line that says where and when it was taken.
+
+    Of the points that `keep` accepts. What was not measured, copies and Triton where torch is not installed for
+    instance, is a dash.
+    """
     points = [row for row in record["points"] if keep(row)]
     parts = [_title(record, points)]
     for operation in (*OPERATIONS, MESH):
@@ -155,9 +148,9 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     explained = _EXPLAINED.get(rows[0]["operation"])
     if explained:
         times = [value for row in rows for value in row.values() if isinstance(value, dict)]
-        if any(isinstance(of.get("wall"), dict) for of in times) and not any("median_us" in of for of in times):
-            explained = explained.replace(_ON_DEVICE, "No times on the device were measured. ")
-        return [explained.format(arrays=2 * rows[0]["num_layers"] + 6)]
+        wall_only = any(isinstance(of.get("wall"), dict) for of in times) and not any("median_us" in of for of in times)
+        device = "No times on the device were measured." if wall_only else _ON_DEVICE
+        return [explained.format(arrays=2 * rows[0]["num_layers"] + 6, device=device)]
     of = next((row for row in rows if "model" in row), None)
     if of is None:
         return []
@@ -165,12 +158,12 @@ def _captions(rows: Sequence[Row]) -> list[str]:
     return [f"{of['operation'].capitalize()} of {of['model']}: {_sizes(of, of['groups'])}, state {state} in float32."]
 
 
-_ON_DEVICE = "On the device: steps follow each other in one program. "
+_ON_DEVICE = "On the device: steps follow each other in one program."
 _EXPLAINED = {
-    "step": f"A whole step. {_ON_DEVICE}"
-    "Wall: one call of a queue of jitted calls. Unrolled, a call passes {arrays} arrays: x and y of every layer and "
-    "six others. Chained, the next layer's x is y of this one, and a call passes 8, as a step inside a larger program "
-    "would; x is then in the cache, so this device time is not to be compared with the copies.",
+    "step": "A whole step. {device} Wall: one call of a queue of jitted calls. Unrolled, a call passes {arrays} "
+    "arrays: x and y of every layer and six others. Chained, the next layer's x is y of this one, and a call passes 8, "
+    "as a step inside a larger program would; x is then in the cache, so this device time is not to be compared with "
+    "the copies.",
     "drafts": "A step is a verify in every layer and, unless it resumes, one commit. Sliding: rows of D+K-2 columns. "
     "Inputs: rows of the D inputs. Kept: the caller's own x is the buffer, and verify writes y alone; kept_tree: the "
     "same with the links of a tree, here a chain's. Resumed: no commit, the next verify finds its history itself, in "
@@ -178,8 +171,7 @@ _EXPLAINED = {
     "Columns: what one layer reads and writes of a request. Times on the device; the last column is over sliding's, a "
     "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
     "copies too.",
-    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. "
-    f"{_ON_DEVICE}"
+    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. {device} "
     "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device.",
 }
 

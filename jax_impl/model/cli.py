@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, "_Tokenizer"]:
     """Configuration, parameters and tokenizer of --model."""
-    require_safetensors()
+    require(SAFETENSORS)
     from jax_impl.model.tiny import write_tiny_checkpoint
     from jax_impl.model.weights import load_model
 
@@ -144,11 +144,6 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, "_Tokenizer"]:
         elif not os.path.isdir(directory):  # also of a name that no directory can have
             raise CliError(f'--model: expected a directory or "tiny", got {args.model}.')
         return (*load_model(directory, args.dtype), _Tokenizer(directory / "tokenizer.json", args.model))
-
-
-def require_safetensors() -> None:
-    """Raises `CliError` when safetensors is not installed."""
-    require(SAFETENSORS)
 
 
 def _engine(args: argparse.Namespace, config: Any, parameters: Any, jobs: Sequence[Job]) -> Any:

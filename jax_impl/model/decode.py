@@ -458,11 +458,10 @@ class Engine:
         storage: Storage = "sliding",
         implementation: Implementation | None = None,
     ) -> None:
-        of_cache = {"num_draft_tokens": num_draft_tokens, "axis_order": axis_order, "storage": storage}
-        _check_engine(
-            config, parameters, max_requests, max_len, stop_token_ids, drafter, implementation,
-            of_cache | {"num_slots": num_slots},
-        )  # fmt: skip
+        of_cache = {
+            "num_slots": num_slots, "num_draft_tokens": num_draft_tokens, "axis_order": axis_order, "storage": storage,
+        }  # fmt: skip
+        _check_engine(config, parameters, max_requests, max_len, stop_token_ids, drafter, implementation, of_cache)
         num_slots = max_requests if num_slots is None else num_slots
         self.config, self.parameters, self.max_len = config, parameters, max_len
         self.drafter: Drafter = PromptLookup() if drafter is None else drafter
@@ -497,7 +496,7 @@ class Engine:
             problems.add("prompt", "tokens, as integers", shown(prompt))
             problems.raise_if_any()
         numbers, budget = [_integer(token) for token in prompt], _integer(max_new_tokens)
-        known = range(self.config.vocab_size)
+        known, limit = range(self.config.vocab_size), self.config.max_positions
         bad = [token for token, number in zip(prompt, numbers, strict=True) if number is None or number not in known]
         if not len(prompt):
             problems.add("prompt", "at least one token", "none")
@@ -507,14 +506,12 @@ class Engine:
             problems.add("max_new_tokens", "an integer", repr(max_new_tokens))
         elif budget < 1:
             problems.add("max_new_tokens", "at least 1", budget)
-        elif len(prompt) >= self.config.max_positions:
-            hint = (
-                f"The model has {self.config.max_positions} positions, and a new token needs one: shorten the prompt."
-            )
-            problems.add("prompt", f"at most {self.config.max_positions - 1} tokens", len(prompt), hint)
-        elif len(prompt) + budget > self.config.max_positions:
-            most = f"at most {self.config.max_positions - len(prompt)} behind a prompt of {len(prompt)} tokens"
-            hint = f"The model has {self.config.max_positions} positions: ask for fewer tokens, or shorten the prompt."
+        elif len(prompt) >= limit:
+            hint = f"The model has {limit} positions, and a new token needs one: shorten the prompt."
+            problems.add("prompt", f"at most {limit - 1} tokens", len(prompt), hint)
+        elif len(prompt) + budget > limit:
+            most = f"at most {limit - len(prompt)} behind a prompt of {len(prompt)} tokens"
+            hint = f"The model has {limit} positions: ask for fewer tokens, or shorten the prompt."
             problems.add("max_new_tokens", most, budget, hint)
         elif len(prompt) + budget > self.max_len:
             got = f"a prompt of {len(prompt)} and max_new_tokens = {budget}"
@@ -767,10 +764,13 @@ def _check_engine(
         problems.add("drafter", "None or a Drafter", shown(drafter))
     implementation_name(problems, implementation)
     spec = _cache_spec(problems, config, parameters, requests, cache_options)
-    if can_propose and spec is not None and spec.storage == "sliding" and length and requests:
-        are_trees = _proposes_trees(drafter, requests, length, spec.num_draft_tokens - 1)
-        if are_trees:
-            _refuse_trees(problems)
+    if (
+        can_propose
+        and not (spec is None or requests is None or length is None)
+        and spec.storage == "sliding"
+        and _proposes_trees(drafter, requests, length, spec.num_draft_tokens - 1)
+    ):
+        _refuse_trees(problems)
     problems.raise_if_any()
 
 
