@@ -220,10 +220,6 @@ class _Place:
             max_requests=spec.max_requests // self.data_ranks,
         )
 
-    def rank(self) -> Any:
-        """This rank's number on the data axis, inside `shard_map`."""
-        return jnp.int32(0) if self.data_axis is None else jax.lax.axis_index(self.data_axis)
-
 
 def _place(problems: Problems, mesh: Any, data_axis: Any, tensor_axis: Any) -> _Place | None:
     """The checked mesh and axes; None with a problem recorded."""
@@ -853,12 +849,16 @@ def _run(place: _Place, call: _Call, own: dict[str, Any], out_specs: Any) -> Any
     back = {shard: one for one, shard in shards.items()}
 
     def of_rank(arrays: dict[str, Any]) -> Any:
-        arrays = _localized(place, arrays, call.null_slot, next(iter(back)))
+        static = dict(call.static)
+        if place.data_ranks > 1:
+            arrays = _localized(place, arrays, call.null_slot, next(iter(back)))
+        elif call.null_slot is not None:  # one rank has all slots under their own numbers: nothing to launch for them
+            static["null_slot"] = call.null_slot
         if call.spec is not None:
             spec = jax.tree.map(shards.__getitem__, call.spec)
-            return call.operation(**arrays, **call.static, spec=spec)
+            return call.operation(**arrays, **static, spec=spec)
         arrays["cache"] = _respecified(arrays["cache"], shards)
-        return _respecified(call.operation(**arrays, **call.static), back)
+        return _respecified(call.operation(**arrays, **static), back)
 
     # check_vma=False: the types that it gives to arrays inside are not those of a kernel's refs.
     mapped = jax.shard_map(of_rank, mesh=place.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
@@ -870,12 +870,12 @@ def _respecified(cache: Any, specs: dict[Any, Any]) -> Any:
 
 
 def _localized(place: _Place, arrays: dict[str, Any], null_slot: int | None, local: Any) -> dict[str, Any]:
-    """The arrays of a rank with slots and rows as its own numbers."""
+    """The arrays of one of several data ranks, inside `shard_map`, with slots and rows as its own numbers."""
     slots, rows = local.num_slots, local.max_requests
     sizes = {name: rows if name in _ROWS else slots for name in (*_SLOTS, *_ROWS)}
     if "step_states" in arrays:
         sizes["step_rows"] = jax.tree.leaves(arrays["step_states"])[0].shape[1]
-    rank = place.rank()
+    rank = jax.lax.axis_index(place.data_axis)
     own = {
         name: localize_slots(arrays[name], rank, size, null_slot if name in _SLOTS else None)
         for name, size in sizes.items()

@@ -645,17 +645,17 @@ def test_bench_on_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
     (row,) = mesh.rows(local, (2, 1), [3], 2, "all", compare=True, implementation="xla")
     assert "errors" not in row, row
-    times = {"device": lambda of: of["median_us"], "wall": lambda of: of["wall"]["median_us"]}
-    for kind, of in times.items():
-        assert row["step_ratio"][kind] == pytest.approx(of(row["all"]) / of(row["one"]), abs=1e-3)
-        assert row["throughput"][kind] == pytest.approx(2 * of(row["one"]) / of(row["all"]), abs=1e-3)
+    for kind, (form, path) in report.MESH_TIMES.items():
+        alone, on_mesh = (report.at(row, f"{of}{form}", *path) for of in ("one", "all"))
+        assert row["step_ratio"][kind] == pytest.approx(on_mesh / alone, abs=1e-3)
+        assert row["throughput"][kind] == pytest.approx(2 * alone / on_mesh, abs=1e-3)
     assert (row["conv_dim"], row["num_slots"], row["batch"]) == (24, 14, 3)
     environment = {"device": "d", "driver": "1", "versions": {"jax": "0"}, "date": "2026-01-01"}
     path = tmp_path / report.file_name("2026-01-01", ["mesh"])
     report.write(path, {"environment": environment, "preset": "p", "tp": 1, "points": [row]})
     assert report.results_files(tmp_path) == [path]
     assert f"| time_major | 2 | 1 | 4 | 3 | {row['one']['median_us']:.1f} |" in report.tables(report.read(path))
-    for kind in times:
+    for kind in report.MESH_TIMES:
         assert f"{kind}: step ratio {row['step_ratio'][kind]:.3f}" in measure.line(row)
     assert main(["bench", "--mesh", "tensor=2"]) == 0
     assert capsys.readouterr().out.count("data=1 tensor=2") == 2
@@ -665,7 +665,12 @@ def test_a_step_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
     from jax_impl.bench import mesh
 
     make_mesh((1, 2))
-    monkeypatch.setattr(mesh, "sharded_step", lambda spec, of, form: lambda carried, x, *_: (carried, x))
+    real = mesh.whole_step
+    monkeypatch.setattr(
+        mesh,
+        "whole_step",
+        lambda *given, **more: (lambda carried, x, *_: (carried, x)) if "mesh" in more else real(*given, **more),
+    )
     local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
     (row,) = mesh.rows(local, (1, 2), [3], 2, "all", compare=True, implementation="xla")
     assert row["errors"] == {"check": "results differ from the plain step"}

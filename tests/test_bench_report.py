@@ -239,8 +239,10 @@ MESHED = row(
     tensor=1,
     one=walled(100.0),
     all=walled(104.0),
-    step_ratio={"device": 1.02, "wall": 1.04},
-    throughput={"device": 1.96, "wall": 1.92},
+    one_chained=walled(90.0),
+    all_chained=walled(91.8),
+    step_ratio={"device": 1.02, "wall": 1.04, "chained": 1.02},
+    throughput={"device": 1.96, "wall": 1.92, "chained": 1.961},
 )
 
 
@@ -250,7 +252,12 @@ def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
     assert "Unrolled, a call passes 66 arrays" in of_step[1]
     assert "passes 66 arrays to every device" in of_mesh[1]
     cells = of_mesh[2].splitlines()[-1]
-    assert cells == "| time_major | 2 | 1 | 4 | 16 | 50.0 | 52.0 | 1.020 | 1.96× | 100.0 | 104.0 | 1.040 | 1.92× |"
+    device, wall, chained = (
+        "50.0 | 52.0 | 1.020 | 1.96×",
+        "100.0 | 104.0 | 1.040 | 1.92×",
+        "90.0 | 91.8 | 1.020 | 1.96×",
+    )
+    assert cells == f"| time_major | 2 | 1 | 4 | 16 | {device} | {wall} | {chained} |"
 
 
 def wall_only(microseconds: float) -> dict[str, Any]:
@@ -259,10 +266,13 @@ def wall_only(microseconds: float) -> dict[str, Any]:
 
 def test_a_mesh_of_which_only_wall_times_are_known_has_dashes_for_the_device() -> None:
     """In the table, in its caption and in the printed line."""
-    point = MESHED | {"one": wall_only(100.0), "all": wall_only(104.0)}
+    point = {name: value for name, value in MESHED.items() if not name.endswith("_chained")}
+    point |= {"one": wall_only(100.0), "all": wall_only(104.0)}
     point |= {"step_ratio": {"wall": 1.04}, "throughput": {"wall": 1.92}}
     caption, cells = report.tables(record(point)).split("\n\n")[1:]
-    assert cells.splitlines()[-1] == "| time_major | 2 | 1 | 4 | 16 | – | – | – | – | 100.0 | 104.0 | 1.040 | 1.92× |"
+    dashes = "– | – | – | –"
+    row = f"| time_major | 2 | 1 | 4 | 16 | {dashes} | 100.0 | 104.0 | 1.040 | 1.92× | {dashes} |"
+    assert cells.splitlines()[-1] == row
     assert "On the device" not in caption
     assert "No times on the device were measured." in caption
     line = measure.line(point)
@@ -281,7 +291,8 @@ def test_the_committed_mesh_has_wall_times_only() -> None:
         assert point["step_ratio"]["wall"] == pytest.approx(ratio, abs=1e-4)
         assert point["throughput"]["wall"] == pytest.approx(point["data"] / ratio, abs=1e-4)
     first = report.tables(content).split("\n\n")[2].splitlines()[2]
-    assert first == "| time_major | 2 | 1 | 4 | 16 | – | – | – | – | 281.1 | 535.8 | 1.906 | 1.05× |"
+    dashes = "– | – | – | –"
+    assert first == f"| time_major | 2 | 1 | 4 | 16 | {dashes} | 281.1 | 535.8 | 1.906 | 1.05× | {dashes} |"
     assert RESULTS / "2026-11-30-mesh-wall.json" not in report.results_files(RESULTS)
 
 
@@ -309,8 +320,10 @@ def test_a_step_on_a_mesh_is_drawn_by_device_and_by_wall() -> None:
     assert lines == {
         "data=2 tensor=1, device": [[16, 1.02]],
         "data=2 tensor=1, wall": [[16, 1.04]],
+        "data=2 tensor=1, chained": [[16, 1.02]],
         "data=2 tensor=2, device": [[64, 1.02]],
         "data=2 tensor=2, wall": [[64, 1.04]],
+        "data=2 tensor=2, chained": [[64, 1.02]],
     }
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "64"]
 

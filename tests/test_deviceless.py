@@ -34,6 +34,7 @@ from jax_impl import (
     sharding,
 )
 from jax_impl.bench import mesh, step, subjects
+from jax_impl.bench.program import launches
 from jax_impl.layout import ConvCacheSpec
 from tests import mesh_cases
 from tests.cases import DTYPES, both_orders, both_storages
@@ -494,7 +495,9 @@ def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> Non
     shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(spec, 5, sizes[0], "all")))
     arguments = jax.tree.map(lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, divided)
     with jax.set_mesh(of):
-        again = subjects.repeated(step.carrying_y(mesh.sharded_step(spec, of, "pallas")), mesh.LOOPS)
+        again = subjects.repeated(
+            step.carrying_y(step.whole_step("unrolled", spec, "pallas", stack_y=False, mesh=of)), mesh.LOOPS
+        )
         lowered = jax.jit(again, donate_argnums=0).lower((arguments[0], arguments[1]), *arguments[1:])
     program: Any = lowered.compile()
     assert len(custom_calls(program)) == spec.num_layers + 1
@@ -504,6 +507,28 @@ def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> Non
     assert memory.temp_size_in_bytes < spec.state_bytes / ranks / 100
     for one, on in zip(jax.tree.leaves(program.output_shardings), jax.tree.leaves(divided[:2]), strict=True):
         assert one.is_equivalent_to(on, 4)
+
+
+@both_orders
+@pytest.mark.parametrize(("sizes", "more"), [((1, 2), 0), ((2, 1), 2)])
+def test_what_a_step_on_a_mesh_launches(axis_order: Any, sizes: Any, more: int) -> None:
+    """What a rank's work launches on one device; data ranks also make slots and rows their own numbers, once a step."""
+    local = ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order)
+
+    def of_step(ranks: tuple[int, int], *, sharded: bool) -> int:
+        of = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")[: math.prod(ranks)]).reshape(ranks), ("data", "tensor"))
+        spec = mesh.global_spec(local, ranks)
+        shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(local, 5, ranks[0], "all")))
+        given = jax.tree.map(
+            lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, mesh.shardings(spec, of)
+        )
+        chained = step.whole_step("chained", spec, "pallas", stack_y=False, mesh=of if sharded else None)
+        with jax.set_mesh(of):
+            compiled: Any = jax.jit(chained, donate_argnums=0).lower(given[0], given[1][0], *given[2:]).compile()
+        return launches(compiled.as_text())
+
+    assert of_step((1, 1), sharded=False) == local.num_layers + 1
+    assert of_step(sizes, sharded=True) == local.num_layers + 1 + more
 
 
 def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:

@@ -4,6 +4,7 @@ The number of host devices is fixed when JAX starts, so what needs several runs 
 that talk over loopback stand for two hosts.
 """
 
+import itertools
 import os
 import pathlib
 import socket
@@ -21,7 +22,11 @@ from jax.sharding import PartitionSpec as P
 from jax_impl import ConvCacheSpec, ConvWeight, prepare_conv_weight, sharding
 from jax_impl.layout import STORAGES
 from jax_impl.presets import PRESETS, ConvPart, get_preset
-from tests.cases import INT32_MAX, INT32_MIN, both_orders
+from tests import adapters
+from tests.cases import INT32_MAX, INT32_MIN, both_orders, values
+from tests.definition import bits
+from tests.mesh_process import SPEC as SPEC_OF_PROCESSES
+from tests.mesh_process import whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SPEC = ConvCacheSpec(2, 8, 4, 128, width=4, num_draft_tokens=3)
@@ -250,24 +255,44 @@ def test_a_call_is_checked_in_global_numbers() -> None:
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_have_the_bits_of_one(tmp_path: pathlib.Path) -> None:
-    """Two processes of two devices each, over loopback with gloo: shards that each wrote equal those of one process."""
+def arrays_of(folder: pathlib.Path, environments: list[dict[str, str]]) -> dict[str, np.ndarray]:
+    """What `tests.mesh_process` leaves, with a process for each environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.mesh_process", str(tmp_path)]
-    one = subprocess.Popen([*command, "1", "0", "0"], cwd=ROOT, env=fresh(4), stderr=subprocess.PIPE, text=True)
-    several = [
-        subprocess.Popen(
-            [*command, "2", str(rank), str(port)], cwd=ROOT, env=fresh(2), stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+    command = [sys.executable, "-m", "tests.mesh_process", str(folder), str(len(environments))]
+    running = [
+        subprocess.Popen([*command, str(rank), str(port)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank, environment in enumerate(environments)
     ]
-    for process in (one, *several):
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-3000:]
-    written = [{key: value for file in sorted(tmp_path.glob(f"{count}-*.npz")) for key, value in np.load(file).items()}
-               for count in (1, 2)]  # fmt: skip
-    assert written[0].keys() == written[1].keys() and len(written[0]) == 3 * 4 + 1
-    for key, value in written[0].items():
-        assert (value == written[1][key]).all(), key
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-3000:]
+    finally:  # one that waits for another that is gone
+        for process in running:
+            process.kill()
+    return whole(sorted(folder.glob(f"{len(environments)}-*.npz")))
+
+
+def assert_same_arrays(several: dict[str, np.ndarray], one: dict[str, np.ndarray]) -> None:
+    assert several.keys() == one.keys() >= {"pool", "windows", "y"}
+    for name, array in one.items():
+        assert array.shape == several[name].shape
+        assert (array == several[name]).all(), name
+    assert (one["pool"] != bits(values(SPEC_OF_PROCESSES.state_shape, "float32", 1))).any()
+
+
+def test_two_processes_have_the_bits_of_one(tmp_path: pathlib.Path) -> None:
+    """Two processes of two devices each, over loopback with gloo, and one process of one device."""
+    assert_same_arrays(arrays_of(tmp_path, [fresh(2)] * 2), arrays_of(tmp_path, [fresh(1)]))
+
+
+@pytest.mark.gpu
+def test_two_processes_on_gpus_have_the_bits_of_one(tmp_path: pathlib.Path) -> None:
+    """Kernels of two processes that form a mesh, each on a GPU of its own or both on the only one, and of one alone."""
+    adapters.path("jax-pallas-gpu")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(jax.devices()))))
+    gpus = itertools.cycle(visible.split(","))
+    own = [fresh() | {"CUDA_VISIBLE_DEVICES": next(gpus), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} for _ in range(2)]
+    assert_same_arrays(arrays_of(tmp_path, own), arrays_of(tmp_path, own[:1]))

@@ -11,6 +11,8 @@ MESH = "mesh"  # a whole step on several devices: measured where it is asked for
 # Kinds; a row's names may go on, such as copy_driver, pallas_scan.
 SUBJECTS = ("pallas", "launch_per_group", "lists_per_layer", "xla", "triton", "copy")
 
+ON_MESH = ("one", "all")  # likewise, of a step on a mesh
+
 # What a field holds, in words, and whether a value is that. Larger numbers are none of bench's and cannot be drawn.
 Kind = tuple[str, Callable[[Any], bool]]
 OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
@@ -119,7 +121,7 @@ def _require_row(row: Mapping[str, Any], where: str) -> None:
             _expect(value, f"{where}.{name}.{key}", kind)
     timed = "compile_s" in row or "errors" in row
     for name, value in row.items():
-        if name in ("one", "all") or is_of(name, SUBJECTS):
+        if is_of(name, (*ON_MESH, *SUBJECTS)):
             _expect(value, f"{where}.{name}", OBJECT)
             timed |= _has_times(value, f"{where}.{name}.")
     if not timed:

@@ -6,14 +6,16 @@
     step ratio   all / one: 1 when nothing is lost, whatever the mesh
     throughput   data × one / all: requests per second, in those of one data rank on one device
 
-Both by the device, where many steps follow each other in one program, and by the wall, one call a step. A call hands
-2 L + 6 arrays to every device, one after another: at small batches the wall is the host's time and no device's.
+By the device, where many steps follow each other in one program, and by the wall, one call a step. A call of the
+unrolled step hands 2 L + 6 arrays to every device, one after another: at small batches the wall is the host's time and
+no device's. A call of the chained step, in which x of a layer is y of the one before, hands over 8, as a model's own
+program does; it is timed by the wall alone.
 
 Requests of a rank name slots and rows of that rank's part, as an engine places them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +25,9 @@ from jax.sharding import AxisType, NamedSharding
 
 from jax_impl import checks, sharding
 from jax_impl.bench import subjects, timing
-from jax_impl.bench.step import timed_step, whole_step
-from jax_impl.bench.subjects import Case
+from jax_impl.bench.report import MESH_TIMES, at
+from jax_impl.bench.step import Form, timed_step, whole_step
+from jax_impl.bench.subjects import Case, Subject
 from jax_impl.conv import ConvWeight
 from jax_impl.layout import AxisOrder, ConvCacheSpec
 
@@ -62,22 +65,6 @@ def index_sets(local: ConvCacheSpec, batch: int, data: int, accept: Any) -> tupl
     return tuple(map(np.concatenate, (slots, rows, accepted)))
 
 
-def sharded_step(spec: ConvCacheSpec, mesh: Any, implementation: checks.Implementation) -> Callable[..., Any]:
-    """`step.whole_step`, unrolled, on the global arrays of a mesh."""
-
-    def step(carried: Any, x: Any, weight: ConvWeight, slots: Any, rows: Any, accepted: Any) -> Any:
-        (pool, windows), outputs = carried, []
-        common: dict[str, Any] = {"spec": spec, "mesh": mesh, "window_rows": rows, "implementation": implementation}
-        for layer in range(spec.num_layers):
-            y, windows = sharding.sharded_verify(
-                x[layer], pool, windows, weight, **common, state_indices=slots, layer=layer
-            )
-            outputs.append(y)
-        return (sharding.sharded_commit(pool, windows, slots, accepted, **common), windows), outputs
-
-    return step
-
-
 def inputs(spec: ConvCacheSpec, indices: Sequence[np.ndarray]) -> tuple[Any, ...]:
     """Pool and buffer, x of every layer, weight and index arrays, made on the default device."""
     cache = subjects.random_cache(spec)
@@ -108,7 +95,9 @@ def check(sizes: Sizes, local: ConvCacheSpec, batch: int, implementation: checks
     spec, mesh = global_spec(local, sizes), make_mesh(sizes)
     arguments = inputs(spec, index_sets(local, batch, sizes[0], "random"))
     plain = jax.jit(whole_step("unrolled", spec, implementation, stack_y=True))(*arguments)
-    on_mesh = jax.jit(sharded_step(spec, mesh, implementation))(*placed(arguments, spec, mesh))
+    on_mesh = jax.jit(whole_step("unrolled", spec, implementation, stack_y=True, mesh=mesh))(
+        *placed(arguments, spec, mesh)
+    )
     unsigned = {2: np.uint16, 4: np.uint32}[spec.item_bytes]
     same = all(
         np.array_equal(np.asarray(one).view(unsigned), np.asarray(other).view(unsigned))
@@ -142,24 +131,22 @@ def rows(
     for batch in batches:
         row = _identity(spec, sizes, batch)
         try:
-            alone = whole_step("unrolled", local, implementation, stack_y=False)
-            row["one"] = _timed(alone, inputs(local, index_sets(local, batch, 1, accept)), repeats)
+            arguments = inputs(local, index_sets(local, batch, 1, accept))
+            _time(row, "one", local, None, arguments, implementation, repeats)
             mesh, indices = make_mesh(sizes), index_sets(local, batch, sizes[0], accept)
-            on_mesh = placed(inputs(spec, indices), spec, mesh)
-            row["all"] = _timed(sharded_step(spec, mesh, implementation), on_mesh, repeats)
+            arguments = placed(inputs(spec, indices), spec, mesh)
+            _time(row, "all", spec, mesh, arguments, implementation, repeats)
         except Exception as error:
-            row["errors"] = {"all" if "one" in row else "one": timing.reason(error)}
+            row["errors"] = {"all" if "one_chained" in row else "one": timing.reason(error)}
         else:
-            ratios = {name: at(row["all"]) / at(row["one"]) for name, at in TIMES.items()}
+            times = {
+                kind: [at(row, f"{of}{form}", *path) for of in ("all", "one")]
+                for kind, (form, path) in MESH_TIMES.items()
+            }
+            ratios = {kind: on_mesh / alone for kind, (on_mesh, alone) in times.items()}
             row["step_ratio"] = {name: round(ratio, 4) for name, ratio in ratios.items()}
             row["throughput"] = {name: round(sizes[0] / ratio, 4) for name, ratio in ratios.items()}
         yield row
-
-
-TIMES: dict[str, Callable[[Row], float]] = {
-    "device": lambda times: times["median_us"],
-    "wall": lambda times: times["wall"]["median_us"],
-}
 
 
 def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
@@ -168,10 +155,31 @@ def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:
     return {"operation": "mesh", **fields, "batch": batch, "data": sizes[0], "tensor": sizes[1]}
 
 
-def _timed(step: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Row:
-    """Device time of a step in a program of many, wall time of one call of a queue, and latency of one alone."""
+def _time(
+    row: Row,
+    name: str,
+    spec: ConvCacheSpec,
+    mesh: Any,
+    arguments: tuple[Any, ...],
+    implementation: checks.Implementation,
+    repeats: int,
+) -> None:
+    """Records device time of a step in a program of many, wall time of one call of a queue, and latency of one alone.
+
+    Of the chained step, under `{name}_chained`, the last two.
+    """
     caches, x, *others = arguments
-    subject = timed_step(step, caches, x, (x, *others), LOOPS)
-    times: Row = timing.marginal_us(subject.run, subject.calls, repeats)
+
+    def subject(form: Form, x: Any) -> Subject:
+        step = whole_step(form, spec, implementation, stack_y=False, mesh=mesh)
+        return timed_step(step, caches, x, (x, *others), LOOPS)
+
+    unrolled = subject("unrolled", x)
+    row[name] = timing.marginal_us(unrolled.run, unrolled.calls, repeats) | _by_wall(unrolled, repeats)
+    del unrolled  # its arrays with it
+    row[f"{name}_chained"] = _by_wall(subject("chained", x[0]), repeats)
+
+
+def _by_wall(subject: Subject, repeats: int) -> Row:
     assert subject.alone is not None
-    return times | timing.wall_us(subject.alone, 1, repeats) | subject.facts
+    return timing.wall_us(subject.alone, 1, repeats) | subject.facts

@@ -260,7 +260,10 @@ def _compile_figure(rows: Sequence[Row]) -> Any:
 
 
 def _mesh_figure(rows: Sequence[Row]) -> Any:
-    """Time of a step on a mesh over that of a rank's work on one device; a panel for each axis order."""
+    """Time of a step on a mesh over that of a rank's work on one device; a panel for each axis order.
+
+    By the device, by the wall, and by the wall of the chained step.
+    """
     orders, meshes = _values(rows, "axis_order"), dict.fromkeys((row["data"], row["tensor"]) for row in rows)
     figure, panels = _panels(1, len(orders))
     for j, order in enumerate(orders):
@@ -268,7 +271,7 @@ def _mesh_figure(rows: Sequence[Row]) -> Any:
         axes.set_xscale("log", base=2)
         axes.axhline(1, color="k", linestyle="--")
         for (number, (data, tensor)), (kind, style) in itertools.product(
-            enumerate(meshes), (("device", "o-"), ("wall", "s:"))
+            enumerate(meshes), (("device", "o-"), ("wall", "s:"), ("chained", "^--"))
         ):
             of_line = [row for row in of_panel if (row["data"], row["tensor"]) == (data, tensor)]
             ratio = lambda row, kind=kind: at(row, "step_ratio", kind)  # noqa: E731

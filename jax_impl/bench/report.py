@@ -172,7 +172,8 @@ _EXPLAINED = {
     "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
     "copies too.",
     MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. {device} "
-    "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device.",
+    "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device. Chained: the "
+    "next layer's x is y of this one, and a call passes 8.",
 }
 
 
@@ -225,6 +226,21 @@ def _ratio(row: Row, one: str, other: str) -> float:
 
 
 _WALL = ("wall", "median_us")
+# Kinds of times of a step on a mesh: what the subjects "one" and "all" have behind their names, and where the time is.
+MESH_TIMES = {"device": ("", ("median_us",)), "wall": ("", _WALL), "chained": ("_chained", _WALL)}
+
+
+def _mesh_columns(title: str, kind: str) -> dict[str, Callable[[Row], str]]:
+    """Both times of a kind, and their ratio in two ways."""
+    form, path = MESH_TIMES[kind]
+    return {
+        f"one device{title} µs": lambda row: f"{at(row, f'one{form}', *path):.1f}",
+        f"all devices{title} µs": lambda row: f"{at(row, f'all{form}', *path):.1f}",
+        f"step ratio{title}": lambda row: f"{at(row, 'step_ratio', kind):.3f}",
+        f"throughput{title}": lambda row: f"{at(row, 'throughput', kind):.2f}×",
+    }
+
+
 _TIMED = {
     "operation": lambda row: row["operation"],
     "axis order": lambda row: row["axis_order"],
@@ -322,14 +338,9 @@ _COLUMNS: dict[str, dict[str, Callable[[Row], Any]]] = {
         "tensor": lambda row: row["tensor"],
         "D": lambda row: row["num_draft_tokens"],
         "B per data rank": lambda row: row["batch"],
-        "one device µs": lambda row: f"{at(row, 'one', 'median_us'):.1f}",
-        "all devices µs": lambda row: f"{at(row, 'all', 'median_us'):.1f}",
-        "step ratio": lambda row: f"{at(row, 'step_ratio', 'device'):.3f}",
-        "throughput": lambda row: f"{at(row, 'throughput', 'device'):.2f}×",
-        "one device, wall µs": lambda row: f"{at(row, 'one', *_WALL):.1f}",
-        "all devices, wall µs": lambda row: f"{at(row, 'all', *_WALL):.1f}",
-        "step ratio, wall": lambda row: f"{at(row, 'step_ratio', 'wall'):.3f}",
-        "throughput, wall": lambda row: f"{at(row, 'throughput', 'wall'):.2f}×",
+        **_mesh_columns("", "device"),
+        **_mesh_columns(", wall", "wall"),
+        **_mesh_columns(", chained, wall", "chained"),
     },
 }
 

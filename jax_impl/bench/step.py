@@ -15,13 +15,14 @@ wall time with its own device time, and with the unrolled step's.
 References: the same bytes copied in one CUDA graph, and the step of `torch_ref`'s Triton kernels in one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_impl import checks
+from jax_impl import checks, sharding
 from jax_impl.bench import subjects
 from jax_impl.bench.subjects import Case, Subject
 from jax_impl.cache import ConvCache
@@ -36,17 +37,24 @@ TIMED: tuple[Form, ...] = (*FORMS, "chained")
 Step = Callable[..., Any]  # (pool, windows), x, weight, slots, rows, accepted → (pool, windows), y of all layers
 
 
-def whole_step(form: Form, spec: ConvCacheSpec, implementation: checks.Implementation, *, stack_y: bool) -> Step:
-    """The step as a function to be jitted with its first argument donated.
+def whole_step(
+    form: Form, spec: ConvCacheSpec, implementation: checks.Implementation, *, stack_y: bool, mesh: Any = None
+) -> Step:
+    """The step as a function to be jitted with its first argument donated, on one device or on the arrays of a mesh.
 
     It takes ((pool, buffer), x, weight, slots, rows, accepted) and returns (pool, buffer) and y: when unrolled lists of
     L arrays `[B, D, conv_dim]`; under scan x is one array `[L, B, D, conv_dim]`, and so is y with `stack_y`, otherwise
     None; chained x is `[B, D, conv_dim]` of the first layer and y of the last.
     """
+    verify_of: Callable[..., Any] = causal_conv1d_verify
+    commit_of: Callable[..., Any] = commit_conv_state
+    if mesh is not None:
+        verify_of = functools.partial(sharding.sharded_verify, mesh=mesh)
+        commit_of = functools.partial(sharding.sharded_commit, mesh=mesh)
 
     def verify(carried: Any, x: jax.Array, layer: Any, weight: ConvWeight, slots: Any, rows: Any) -> tuple[Any, Any]:
         pool, windows = carried
-        y, windows = causal_conv1d_verify(
+        y, windows = verify_of(
             x, pool, windows, weight, spec=spec, state_indices=slots, layer=layer, window_rows=rows,
             implementation=implementation,
         )  # fmt: skip
@@ -54,9 +62,7 @@ def whole_step(form: Form, spec: ConvCacheSpec, implementation: checks.Implement
 
     def commit(carried: Any, slots: Any, rows: Any, accepted: Any) -> tuple[jax.Array, jax.Array]:
         pool, windows = carried
-        pool = commit_conv_state(
-            pool, windows, slots, accepted, spec=spec, window_rows=rows, implementation=implementation
-        )
+        pool = commit_of(pool, windows, slots, accepted, spec=spec, window_rows=rows, implementation=implementation)
         return pool, windows
 
     def unrolled(carried: Any, x: Any, weight: ConvWeight, slots: Any, rows: Any, accepted: Any) -> Any:

@@ -1,0 +1,209 @@
+"""Run by hand on a GPU: every kernel under compute-sanitizer, on small arrays with an allocation each.
+
+    python tests/sanitizer.py [--out FILE] [--tools memcheck racecheck …]
+
+Before that, memcheck has to find a commit whose check of slot numbers is taken out, or its silence would say nothing.
+
+Exit code: 0 no errors and no hazards · 1 some, or the planted error was not found · 3 nothing could be run.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from jax_impl import ConvCacheSpec  # noqa: E402
+from tests import adapters  # noqa: E402
+from tests.cases import INT32_MAX, INT32_MIN, unique_bits, values  # noqa: E402
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+SLOTS, ROWS, NULL = 17, 11, 6
+SUMMARY = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (.*)$", re.MULTILINE)
+CLEAN = re.compile(r"^0 (errors|hazards)\b")
+
+Call = tuple[str, Callable[[], Any]]
+
+
+def indices() -> dict[str, np.ndarray]:
+    """Nine requests: five live ones, and of each way to be skipped one."""
+    listed = {
+        "slots": [4, 16, 0, -1, 9, SLOTS, NULL, 12, 2],
+        "rows": [10, 0, 7, 3, 5, 1, 2, ROWS, 4],
+        "accepted": [4, 1, 2, 3, 3, 4, 2, 1, 0],
+        "valid": [4, 2, 3, 4, 3, 1, 4, 4, 4],
+        "tracked": [1, 3, -1, 5, NULL, 7, 8, SLOTS, INT32_MAX],
+        "resumed": [2, 0, 4, 1, 3, 5, INT32_MIN, 1, 2],
+    }
+    return {name: np.asarray(one, np.int32) for name, one in listed.items()}
+
+
+def calls(path: adapters.Path) -> Iterator[Call]:
+    """Every operation in both axis orders and all storages; narrow, wide and many columns; trees; resumed steps."""
+    of, tree = indices(), np.asarray([[-1, 0, 0, 1]] * 9, np.int32)
+    way = np.asarray([[0, 1, 3, 2]] * 9, np.int32)
+    common = {"state_indices": of["slots"], "null_slot": NULL}
+    for order in ("time_major", "channel_major"):
+        for storage, width, tokens in (
+            ("sliding", 4, 4), ("dense", 4, 4), ("inputs", 4, 4), ("sliding", 2, 17), ("inputs", 7, 16),
+        ):  # fmt: skip
+            spec = ConvCacheSpec(2, SLOTS, ROWS, 640, width, tokens, "bfloat16", order, storage)  # pyright: ignore[reportArgumentType]
+            name = f"{order} {storage} K={width} D={tokens}"
+            pool, windows = unique_bits(spec.state_shape, spec.dtype, 1), unique_bits(spec.windows_shape, spec.dtype, 2)
+            x, weight = values((9, tokens, 640), spec.dtype, 3), values((640, width), "float32", 4)
+            verify = {**common, "spec": spec, "layer": 1, "window_rows": of["rows"], "num_valid_tokens": of["valid"]}
+            linked = storage != "sliding" and tokens == 4
+            yield f"verify {name}", lambda a=(x, pool, windows, weight), o=verify: path.verify(*a, **o)
+            resumed = verify | {"resume_tokens": of["resumed"]}
+            yield f"verify, resumed {name}", lambda a=(x, pool, windows, weight), o=resumed: path.verify(*a, **o)
+            if linked:
+                links = resumed | {"parents": tree, "resume_path": way}
+                yield f"verify, tree {name}", lambda a=(x, pool, windows, weight), o=links: path.verify(*a, **o)
+            if storage == "inputs":
+                kept = resumed | {"resume_windows": unique_bits(spec.windows_shape, spec.dtype, 5)}
+                yield f"verify, kept {name}", lambda a=(None, pool, windows, weight), o=kept: path.verify(*a, **o)
+            commit = {"spec": spec, "null_slot": NULL, "window_rows": of["rows"], "num_valid_tokens": of["valid"]}
+            commit |= {"track_indices": of["tracked"], "track_num_tokens": of["accepted"]}
+            commit |= {"accepted_path": way} if linked else {}
+            yield (
+                f"commit {name}",
+                lambda a=(pool, windows, of["slots"], of["accepted"]), o=commit: path.commit(*a, **o),
+            )
+        spec = ConvCacheSpec(2, SLOTS, ROWS, 640, 4, 4, "bfloat16", order)
+        yield from _prompts(path, spec, order, common)
+        yield from _groups(path, spec, order, of)
+
+
+def _prompts(path: adapters.Path, spec: ConvCacheSpec, order: str, common: dict[str, Any]) -> Iterator[Call]:
+    """An update, and prompts of which some start from their slot: short ones, and long ones in chunks."""
+    pool, weight = unique_bits(spec.state_shape, spec.dtype, 1), values((640, 4), "float32", 4)
+    state = {**common, "spec": spec, "layer": 1}
+    token = values((9, 640), spec.dtype, 3)
+    yield f"update {order}", lambda: path.update(token, pool, weight, **state)
+    for tokens in (7, 512):
+        x, lengths = values((9, tokens, 640), spec.dtype, 3), np.resize([tokens, 1, 0, tokens - 2, 3], 9)
+        told = state | {"lengths": lengths.astype(np.int32), "has_initial_state": np.arange(9) % 2 == 0}
+        yield f"prefill {order} T={tokens}", lambda x=x, told=told: path.prefill(x, pool, weight, **told)
+
+
+def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str, of: dict[str, np.ndarray]) -> Iterator[Call]:
+    """Conv groups of different width with recurrent states, and a list of pools, each in one launch."""
+    specs = {
+        "q": spec,
+        "k": dataclasses.replace(spec, width=3, state_len=2),
+        "v": dataclasses.replace(spec, conv_dim=128),
+    }
+    groups = {
+        key: (one, unique_bits(one.state_shape, one.dtype, 1), unique_bits(one.windows_shape, one.dtype, 2))
+        for key, one in specs.items()
+    }
+    state, steps = values((2, SLOTS, 4, 8, 16), "float32", 5), values((2, ROWS, 4, 4, 8, 16), "float32", 6)
+    options = {
+        "window_rows": of["rows"], "step_rows": of["rows"][::-1].copy(), "num_valid_tokens": of["valid"],
+        "track_indices": of["tracked"], "track_num_tokens": of["accepted"], "null_slot": NULL, "step_states": steps,
+    }  # fmt: skip
+    given = (of["slots"], of["accepted"])
+    yield f"rollback {order}", lambda: path.after_verify(groups, state, *given, **options)
+    one = dataclasses.replace(spec, num_layers=1)
+    pools, buffers = (
+        [unique_bits(shape[1:], one.dtype, i) for i in range(3)] for shape in (one.state_shape, one.windows_shape)
+    )
+    yield f"commit of a list {order}", lambda: path.commit(pools, buffers, *given, spec=one, null_slot=NULL)
+
+
+def planted(path: adapters.Path) -> Iterator[Call]:
+    """A commit that writes one slot behind the end of the pool."""
+    from jax_impl import commit
+
+    setattr(commit, "live_slot", lambda slots, null_slot, *, spec: slots >= 0)  # noqa: B010  # pyright sees its type
+    spec = ConvCacheSpec(2, SLOTS, ROWS, 640, 4, 4)
+    pool, windows = (values(shape, spec.dtype, 1) for shape in (spec.state_shape, spec.windows_shape))
+    slots, accepted = np.asarray([SLOTS, 3], np.int32), np.asarray([2, 1], np.int32)
+    yield "commit", lambda: path.commit(pool, windows, slots, accepted, spec=spec)
+
+
+def run_calls(named: Callable[[adapters.Path], Iterator[Call]]) -> None:
+    """What runs under the sanitizer: the compiled kernels of all calls."""
+    for name, call in named(adapters.JaxPath("jax-pallas-gpu", "pallas", on_gpu=True)):
+        print(name, flush=True)
+        call()
+
+
+def summary(log: str) -> str | None:
+    """The last line of a sanitizer's output that sums up; None if there is none, since it did not get that far.
+
+    >>> summary("========= ERROR SUMMARY: 2 errors\\n"), summary("no device")
+    ('2 errors', None)
+    """
+    found = SUMMARY.findall(log)
+    return found[-1].strip() if found else None
+
+
+def is_clean(verdict: str | None) -> bool:
+    """Whether a summary is of no error and no hazard.
+
+    >>> is_clean("0 errors"), is_clean("0 hazards displayed (0 errors, 0 warnings)"), is_clean("10 errors")
+    (True, True, False)
+    """
+    return verdict is not None and CLEAN.match(verdict) is not None
+
+
+def check(tool: str, what: str) -> tuple[str | None, list[str], str]:
+    """Runs calls under a tool: its summary, the calls that were begun, and all that was printed."""
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
+    command += [sys.executable, "-m", "tests.sanitizer", "--calls", what]
+    own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    begun = [line for line in done.stdout.splitlines() if line and not line.startswith("=")]
+    log = done.stdout + done.stderr
+    return (summary(log) if done.returncode == 0 or what == "planted" else None), begun, log
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--out", metavar="FILE", type=pathlib.Path, help="write the verdict as JSON")
+    parser.add_argument("--calls", choices=("all", "planted"), help="make the calls in this process and stop")
+    options = parser.parse_args(arguments)
+    if options.calls:
+        run_calls({"all": calls, "planted": planted}[options.calls])
+        return 0
+    if not shutil.which("compute-sanitizer"):
+        print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)
+        return 3
+    found, _, log = check("memcheck", "planted")
+    print(f"planted error: {found}", flush=True)
+    if found is None or is_clean(found):
+        print(log[-3000:], file=sys.stderr)
+        return 1
+    verdicts: dict[str, Any] = {}
+    for tool in options.tools:
+        verdict, begun, log = check(tool, "all")
+        verdicts[tool] = verdict
+        print(f"{tool}: {verdict}, {len(begun)} calls", flush=True)
+        if not is_clean(verdict):
+            print(log[-3000:], file=sys.stderr)
+    if options.out:
+        from jax_impl.bench import timing
+
+        expected = [name for name, _ in calls(adapters.DEFINITION)]
+        record = {"environment": timing.environment(), "tool": "tests/sanitizer.py", "planted error": found}
+        options.out.write_text(json.dumps({**record, **verdicts, "calls": expected}, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(map(is_clean, verdicts.values())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The script that runs kernels under compute-sanitizer: what it calls, how it reads verdicts, and when it fails."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests import adapters, sanitizer
+
+
+@pytest.mark.long
+def test_every_call_can_be_made() -> None:
+    """In the plain form; each is of other arguments."""
+    made = {name: call() for name, call in sanitizer.calls(adapters.path("jax-xla"))}
+    assert len(made) == len(list(sanitizer.calls(adapters.DEFINITION))) == 48
+    for word in ("update", "prefill", "rollback", "list", "tree", "kept", "resumed", "dense", "channel_major", "K=7"):
+        assert any(word in name for name in made), word
+
+
+LOG = """verify
+========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "summary", "clean"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", "0 errors", True),
+        ("========= ERROR SUMMARY: 10 errors\n", "10 errors", False),
+        (LOG.format(hazards=0), "0 hazards displayed (0 errors, 0 warnings)", True),
+        (LOG.format(hazards=3), "3 hazards displayed (3 errors, 0 warnings)", False),
+        ("========= Error: Device not supported\n", None, False),
+    ],
+)
+def test_a_summary_is_clean_only_without_errors(log: str, summary: str | None, clean: bool) -> None:
+    assert sanitizer.summary(log) == summary
+    assert sanitizer.is_clean(summary) == clean
+
+
+@pytest.mark.parametrize(
+    ("planted", "found", "returned", "expected"),
+    [(2, 0, 0, 0), (0, 0, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
+    ids=["clean", "planted error missed", "errors", "a call raised"],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, planted: int, found: int, returned: int, expected: int
+) -> None:
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        errors = planted if command[-1] == "planted" else found
+        return subprocess.CompletedProcess(command, returned, f"a call\n========= ERROR SUMMARY: {errors} errors\n", "")
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", run)
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
+    out = tmp_path / "verdict.json"
+    assert sanitizer.main(["--tools", "memcheck", "--out", str(out)]) == expected
+    assert out.exists() == (planted > 0)
+    if expected == 0:
+        written = json.loads(out.read_text())
+        assert written["memcheck"] == "0 errors"
+        assert len(written["calls"]) == 48
+
+
+def test_without_the_tool_nothing_is_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
+    assert sanitizer.main([]) == 3
+    assert "compute-sanitizer is not on the path" in capsys.readouterr().err
+
+
+def test_it_starts_as_a_script() -> None:
+    done = subprocess.run([sys.executable, sanitizer.__file__, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "memcheck" in done.stdout
