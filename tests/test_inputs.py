@@ -132,6 +132,9 @@ def test_verify(path: Path, spec: ConvCacheSpec, kind: str) -> None:
         order = np.argsort(~live_otherwise(spec, batch, extra.get("parents")), kind="stable")
         extra["resume_tokens"] = np.empty(size, np.int32)
         extra["resume_tokens"][order] = np.resize(counts, size)
+        if spec.storage == "inputs":  # the slot moves on: of two requests that name it, one at most may
+            first = np.unique(batch.slots, return_index=True)[1]
+            extra["resume_tokens"][np.setdiff1d(np.arange(size), first)] = -1
     if kind == "resume-tree":
         extra["resume_path"] = random_paths(rng, extra["resume_tokens"], spec)
         spoil(rng, extra["resume_path"], (tokens, -2, INT32_MIN, INT32_MAX))
@@ -150,6 +153,8 @@ def test_verify(path: Path, spec: ConvCacheSpec, kind: str) -> None:
     seen = nothing_seen(spec)
     _, live = histories.verify(own, pool.copy(), windows.copy(), weight, bias, **model, number=np.float64, seen=seen)
     assert live, "no request is live"
+    if spec.storage == "inputs" and "resume" in kind:
+        assert len(set(batch.slots[live])) == len(live), "a slot is written twice"
     if "resume" in kind:
         resumed = {int(extra["resume_tokens"][b]) for b in live}
         every = set(range(tokens + 1)) if "tree" not in kind else {0} if spec.storage == "sliding" else {0, 1}

@@ -42,26 +42,41 @@ def test_a_summary_is_clean_only_without_errors(log: str, summary: str | None, c
 
 
 @pytest.mark.parametrize(
-    ("planted", "found", "returned", "expected"),
-    [(2, 0, 0, 0), (0, 0, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
-    ids=["clean", "planted error missed", "errors", "a call raised"],
+    ("planted", "found", "returned", "skipped", "expected"),
+    [(2, 0, 0, 0, 0), (0, 0, 0, 0, 1), (2, 1, 0, 0, 1), (2, 0, 1, 0, 1), (2, 0, 0, 1, 1)],
+    ids=["clean", "planted error missed", "errors", "a call raised", "a call is missing"],
 )
 def test_exit_codes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, planted: int, found: int, returned: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    planted: int,
+    found: int,
+    returned: int,
+    skipped: int,
+    expected: int,
 ) -> None:
+    """Each comes of one of the processes, the one with the last part of the calls."""
+    names = [name for name, _ in sanitizer.calls(adapters.DEFINITION)]
+
     def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        errors = planted if command[-1] == "planted" else found
-        return subprocess.CompletedProcess(command, returned, f"a call\n========= ERROR SUMMARY: {errors} errors\n", "")
+        if command[0] != "compute-sanitizer":  # nvidia-smi
+            raise FileNotFoundError(command[0])
+        part = int(command[command.index("--part") + 1])
+        last = part == sanitizer.PARTS - 1
+        made = names[part :: sanitizer.PARTS][skipped if last else 0 :]
+        errors = planted if command[-1] == "planted" else found * last
+        out = "\n".join([*made, f"========= ERROR SUMMARY: {errors} errors", ""])
+        return subprocess.CompletedProcess(command, returned * last, out, "")
 
     monkeypatch.setattr(sanitizer.subprocess, "run", run)
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
     out = tmp_path / "verdict.json"
     assert sanitizer.main(["--tools", "memcheck", "--out", str(out)]) == expected
     assert out.exists() == (planted > 0)
-    if expected == 0:
+    if planted:
         written = json.loads(out.read_text())
-        assert written["memcheck"] == "0 errors"
-        assert len(written["calls"]) == 48
+        assert written["memcheck"] == {0: "0 errors"}.get(expected, "1 errors" if found else None)
+        assert written["calls"] == names
 
 
 def test_without_the_tool_nothing_is_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
