@@ -385,7 +385,7 @@ def test_only_files_that_bench_names_are_its_results(tmp_path: pathlib.Path) -> 
         "2026-11-30-verify-Qwen3.5-0.8B-tp2.3.json",
     ]
     others = [
-        "2026-11-29-sanitizer.json",
+        "2026-12-01-sanitizer.json",
         "2026-11-30-mutations.json",
         "2026-11-29-verify-D2-8-16-partial.json",
         "x.json",
@@ -665,7 +665,7 @@ def test_the_committed_results_are_reported_but_for_other_tools(capsys: Any) -> 
     named = {line.split("`")[1].removeprefix(f"{RESULTS}/") for line in lines}
     own = {path.name for path in report.results_files(RESULTS)} | {"2026-11-30-mesh-wall.json"}
     assert not named & own
-    assert {"2026-11-29-sanitizer.json", "2026-11-30-decode-B8.json", "2026-11-30-mutations.json"} <= named
+    assert {"2026-12-01-sanitizer.json", "2026-11-30-decode-B8.json", "2026-11-30-mutations.json"} <= named
     assert all(line.endswith("`: expected a file written by bench --out, got no `points`.") for line in lines)
 
 
