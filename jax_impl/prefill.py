@@ -150,16 +150,17 @@ def _prefill_xla(
 def _delayed(fresh: jax.Array, state: jax.Array, tokens: int) -> jax.Array:
     """The history [state, fresh] as it was `tokens` ago, `[B, T, conv_dim]`.
 
-    Pads and a selection, which fuse into the sum: a concatenation of state and inputs would be written out first.
+    Two reads at constant places and a selection, which fuse into the sum: a concatenation of state and inputs would be
+    written out first. Pads would become branches, and a CPU compiler fuses no product of one branch into a sum behind
+    it: the bits would depend on the shape.
     """
     if tokens == 0:
         return fresh
-    newest = state[:, state.shape[1] - tokens :]
-    zero = jnp.zeros((), fresh.dtype)
-    later = lax.pad(fresh, zero, ((0, 0, 0), (tokens, -tokens, 0), (0, 0, 0)))
-    before = lax.pad(newest, zero, ((0, 0, 0), (0, fresh.shape[1] - tokens, 0), (0, 0, 0)))
-    from_state = jnp.arange(fresh.shape[1], dtype=jnp.int32) < tokens
-    return jnp.where(from_state[None, :, None], before, later)
+    columns = state.shape[1]
+    place = np.arange(fresh.shape[1], dtype=np.int32) - tokens
+    old = state.at[:, (place + columns).clip(0, columns - 1)].get(mode="promise_in_bounds")
+    new = fresh.at[:, place.clip(0)].get(mode="promise_in_bounds")
+    return jnp.where((place < 0)[None, :, None], old, new)
 
 
 def _last_columns(fresh: jax.Array, state: jax.Array, consumed: jax.Array) -> jax.Array:

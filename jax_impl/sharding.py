@@ -251,11 +251,12 @@ def _check_parts(problems: Problems, parts: Sequence[ConvPart], num_ranks: int, 
         try:
             total += part.channels_per_rank(num_ranks) * num_ranks
         except ValueError as error:
-            problems.messages.append(str(error).replace("`tp`", "`parts`", 1))
+            told = str(error).replace("`tp`", "`parts`", 1).replace(f"got {num_ranks}.", f"got {num_ranks} ranks.", 1)
+            problems.messages.append(told)
             continue
         if part.repeats and part.num_heads and num_ranks > part.num_heads and num_ranks % part.num_heads:
             problems.add(
-                "parts", f"a multiple of part {part.name} = {part.num_heads} groups as ranks", num_ranks,
+                "parts", f"a multiple of part {part.name} = {part.num_heads} groups as ranks", f"{num_ranks} ranks",
                 "Ranks hold copies of a group only where each group gets the same number of them.",
             )  # fmt: skip
     if channels is not None and len(problems.messages) == before and total != channels:
@@ -474,10 +475,10 @@ def sharded_verify(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        causal_conv1d_verify, spec, null_slot, x=x, conv_state=conv_state, conv_windows=conv_windows, weight=weight,
-        bias=bias, state_indices=state_indices, layer=layer, window_rows=window_rows, num_valid_tokens=num_valid_tokens,
-        activation=activation, implementation=implementation, parents=parents, resume_tokens=resume_tokens,
-        resume_path=resume_path, resume_windows=resume_windows,
+        place, causal_conv1d_verify, spec, null_slot, x=x, conv_state=conv_state, conv_windows=conv_windows,
+        weight=weight, bias=bias, state_indices=state_indices, layer=layer, window_rows=window_rows,
+        num_valid_tokens=num_valid_tokens, activation=activation, implementation=implementation, parents=parents,
+        resume_tokens=resume_tokens, resume_path=resume_path, resume_windows=resume_windows,
     )  # fmt: skip
     specs = place.specs(spec)
     results = [specs.x, _unstacked(specs.conv_windows, call.stacked), _unstacked(specs.conv_state, call.stacked)]
@@ -511,7 +512,7 @@ def sharded_update(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        causal_conv1d_update, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
+        place, causal_conv1d_update, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
         state_indices=state_indices, layer=layer, activation=activation, implementation=implementation,
     )  # fmt: skip
     specs = place.specs(spec)
@@ -546,7 +547,7 @@ def sharded_prefill(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        causal_conv1d_prefill, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
+        place, causal_conv1d_prefill, spec, null_slot, x=x, conv_state=conv_state, weight=weight, bias=bias,
         state_indices=state_indices, lengths=lengths, has_initial_state=has_initial_state, layer=layer,
         activation=activation, implementation=implementation,
     )  # fmt: skip
@@ -581,7 +582,7 @@ def sharded_gather(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        gather_windows, spec, null_slot, conv_windows=conv_windows, num_accepted_tokens=num_accepted_tokens,
+        place, gather_windows, spec, null_slot, conv_windows=conv_windows, num_accepted_tokens=num_accepted_tokens,
         window_rows=window_rows, conv_state=conv_state, state_indices=state_indices, accepted_path=accepted_path,
     )  # fmt: skip
     return _run(place, call, {}, _unstacked(place.specs(spec).windows, call.stacked))
@@ -622,7 +623,7 @@ def sharded_commit(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        commit_conv_state, spec, null_slot, conv_state=conv_state, conv_windows=conv_windows,
+        place, commit_conv_state, spec, null_slot, conv_state=conv_state, conv_windows=conv_windows,
         state_indices=state_indices, num_accepted_tokens=num_accepted_tokens, window_rows=window_rows,
         num_valid_tokens=num_valid_tokens, track_indices=track_indices, track_num_tokens=track_num_tokens,
         accepted_path=accepted_path, implementation=implementation,
@@ -666,7 +667,7 @@ def sharded_commit_after_verify(
     """
     place = _start(mesh, data_axis, tensor_axis)
     call = _call(
-        commit_after_verify, None, null_slot, cache=cache, step_states=step_states, state_indices=state_indices,
+        place, commit_after_verify, None, null_slot, cache=cache, step_states=step_states, state_indices=state_indices,
         num_accepted_tokens=num_accepted_tokens, window_rows=window_rows, step_rows=step_rows,
         num_valid_tokens=num_valid_tokens, track_indices=track_indices, track_num_tokens=track_num_tokens,
         accepted_path=accepted_path, implementation=implementation,
@@ -674,7 +675,7 @@ def sharded_commit_after_verify(
     specs = cache_specs(cache, data_axis=data_axis, tensor_axis=tensor_axis)
     own: dict[str, Any] = {"cache": specs}
     if step_states is not None:
-        steps = place.specs(_specs_of(cache)[0]).step_states
+        steps = place.specs(_geometries(None, call.arrays)[0]).step_states
         own["step_states"] = jax.tree.map(lambda array: P(*steps[: array.ndim]), step_states)
     return _run(place, call, own, specs)
 
@@ -727,13 +728,6 @@ def _is_cache(one: Any) -> bool:
     return isinstance(one, ConvCache)
 
 
-def _specs_of(cache: Any) -> list[ConvCacheSpec]:
-    """Geometry of every conv group of a cache, without repetitions."""
-    found: dict[ConvCacheSpec, None] = {}
-    _map_caches(lambda one: found.setdefault(one.spec) or one, cache)
-    return list(found)
-
-
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 # Arguments of the operations by name. What is in none of these is an array of floats or a tree of such; `layer` is
@@ -778,8 +772,12 @@ def _start(mesh: Any, data_axis: Any, tensor_axis: Any) -> _Place:
     return place
 
 
-def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any) -> _Call:
-    """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run."""
+def _call(place: _Place, operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any) -> _Call:
+    """Checks a call as the plain function does, by tracing it on the shapes of the global arrays: nothing is run.
+
+    Raises:
+      ValueError: what the plain function says, and sizes that the mesh does not divide.
+    """
     problems = Problems()
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
@@ -817,9 +815,10 @@ def _call(operation: Callable[..., Any], spec: Any, null_slot: Any, **given: Any
     try:
         jax.eval_shape(checked, shapes)
     except ValueError as error:
-        if not problems.messages:
-            raise
         problems.messages.append(str(error))
+        for one in _geometries(spec, arrays):
+            place.local(problems, one)
+        _check_batch(problems, place, arrays)
     problems.raise_if_any()
     return _Call(operation, arrays, static, spec, checks.null_slot_value(problems, null_slot))
 
@@ -834,8 +833,7 @@ def _run(place: _Place, call: _Call, own: dict[str, Any], out_specs: Any) -> Any
       out_specs: of the result.
     """
     problems = Problems()
-    geometries = jax.tree.leaves(call.spec) if call.spec is not None else _specs_of(call.arrays["cache"])
-    shards = {one: place.local(problems, one) for one in dict.fromkeys(geometries)}
+    shards = {one: place.local(problems, one) for one in _geometries(call.spec, call.arrays)}
     sizes = {(one.num_slots, one.max_requests) for one in shards}
     if len(sizes) > 1:
         got = " and ".join(f"num_slots = {slots}, max_requests = {rows}" for slots, rows in sorted(sizes))
@@ -846,7 +844,7 @@ def _run(place: _Place, call: _Call, own: dict[str, Any], out_specs: Any) -> Any
         jax.tree.map(functools.partial(_check_placed, problems, place, name), array, specs[name])
     problems.raise_if_any()
     arrays = {name: _divided_by_name(place, array, specs[name]) for name, array in call.arrays.items()}
-    back = {shard: one for one, shard in shards.items()}
+    back: dict[Any, Any] = {shard: one for one, shard in shards.items()}
 
     def of_rank(arrays: dict[str, Any]) -> Any:
         static = dict(call.static)
@@ -854,15 +852,30 @@ def _run(place: _Place, call: _Call, own: dict[str, Any], out_specs: Any) -> Any
             arrays = _localized(place, arrays, call.null_slot, next(iter(back)))
         elif call.null_slot is not None:  # one rank has all slots under their own numbers: nothing to launch for them
             static["null_slot"] = call.null_slot
-        if call.spec is not None:
-            spec = jax.tree.map(shards.__getitem__, call.spec)
-            return call.operation(**arrays, **static, spec=spec)
-        arrays["cache"] = _respecified(arrays["cache"], shards)
-        return _respecified(call.operation(**arrays, **static), back)
+        if call.spec is None:
+            arrays["cache"] = _respecified(arrays["cache"], shards)
+        else:
+            static["spec"] = jax.tree.map(shards.__getitem__, call.spec)
+        try:
+            done = call.operation(**arrays, **static)
+        except ValueError as error:  # global sizes are checked: what is refused here is those of a rank
+            sizes = ", ".join(f"conv_dim = {shard.conv_dim} of {one.conv_dim}" for shard, one in back.items())
+            raise ValueError(f"{error} On each rank of the mesh: {sizes}.") from None
+        return _respecified(done, back) if call.spec is None else done
 
     # check_vma=False: the types that it gives to arrays inside are not those of a kernel's refs.
     mapped = jax.shard_map(of_rank, mesh=place.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
     return jax.jit(mapped)(arrays)  # outside of jit, every operation inside would be a program of its own
+
+
+def _geometries(spec: Any, arrays: dict[str, Any]) -> list[ConvCacheSpec]:
+    """What is a geometry in a call's `spec` or, where that is None, in its caches; each once."""
+    if spec is None:
+        caches = jax.tree.leaves(arrays.get("cache"), is_leaf=_is_cache)
+        found = [one.spec for one in caches if _is_cache(one)]
+    else:
+        found = jax.tree.leaves(spec)
+    return list(dict.fromkeys(one for one in found if isinstance(one, ConvCacheSpec)))
 
 
 def _respecified(cache: Any, specs: dict[Any, Any]) -> Any:
@@ -918,9 +931,7 @@ def _unstacked(spec: P, stacked: bool) -> P:
 
 def _check_shares(problems: Problems, place: _Place, call: _Call) -> None:
     """Records batch, heads and rows of step states that the mesh does not divide."""
-    indices = "state_indices" if "state_indices" in call.arrays else "num_accepted_tokens"
-    batch = call.arrays[indices].shape[0]
-    place.divides(problems, indices, "requests", batch, "data", "Fill up with requests of slot -1.")
+    _check_batch(problems, place, call.arrays)
     recurrent = getattr(call.arrays.get("cache"), "recurrent_state", None)
     for path, pool in jax.tree_util.tree_leaves_with_path(recurrent):
         name = f"cache.recurrent_state{jax.tree_util.keystr(path)}"
@@ -928,6 +939,15 @@ def _check_shares(problems: Problems, place: _Place, call: _Call) -> None:
             place.divides(problems, name, "heads", pool.shape[2], "tensor", "Heads are not split.")
     for path, steps in jax.tree_util.tree_leaves_with_path(call.arrays.get("step_states")):
         place.divides(problems, f"step_states{jax.tree_util.keystr(path)}", "rows", steps.shape[1], "data")
+
+
+def _check_batch(problems: Problems, place: _Place, arrays: dict[str, Any]) -> None:
+    """Records a batch that the data ranks do not divide, if the call has one."""
+    for name in ("state_indices", "num_accepted_tokens"):
+        if name in arrays and arrays[name].ndim:
+            batch = arrays[name].shape[0]
+            place.divides(problems, name, "requests", batch, "data", "Fill up with requests of slot -1.")
+            return
 
 
 def _check_placed(problems: Problems, place: _Place, name: str, array: Any, spec: P) -> None:

@@ -140,10 +140,10 @@ def batch(seed: int = 0) -> Batch:
 class OnMesh:
     """A cache and inputs as NumPy arrays, on one device, and divided over a mesh."""
 
-    def __init__(self, spec: ConvCacheSpec, mesh: Any, form: Any) -> None:
-        self.spec, self.mesh, self.form = spec, mesh, form
-        self.ranks = mesh.shape["data"]
-        self.specs = sharding.partition_specs(spec)
+    def __init__(self, spec: ConvCacheSpec, mesh: Any, form: Any, data_axis: str | None = "data") -> None:
+        self.spec, self.mesh, self.form, self.data_axis = spec, mesh, form, data_axis
+        self.ranks = 1 if data_axis is None else mesh.shape["data"]
+        self.specs = sharding.partition_specs(spec, data_axis=data_axis)
         self.pool, self.windows = values(spec.state_shape, spec.dtype, 1), values(spec.windows_shape, spec.dtype, 2)
         self.previous = values(spec.windows_shape, spec.dtype, 6)
         self.x = values((16, TOKENS, spec.conv_dim), "float32", 3)
@@ -162,7 +162,8 @@ class OnMesh:
         if name != "gather":
             static |= {"implementation": self.form, "null_slot": NULL}
         plain = functools.partial(PLAIN[name], spec=self.spec, **static)
-        on_mesh = functools.partial(getattr(sharding, f"sharded_{name}"), spec=self.spec, mesh=self.mesh, **static)
+        sharded = getattr(sharding, f"sharded_{name}")
+        on_mesh = functools.partial(sharded, spec=self.spec, mesh=self.mesh, data_axis=self.data_axis, **static)
         left, given = (
             {key: getattr(one, field) for key, field in indices.items()}
             for one in (batch().of_ranks(self.ranks), batch())
@@ -218,6 +219,45 @@ def test_every_operation_equals_one_device(shape: Any, spec: ConvCacheSpec, form
         alone, on_mesh = here.both(name, arrays, indices, layer=0)
         for one, other in zip(on_mesh, alone, strict=True):
             assert_same_bits(np.asarray(one), np.asarray(other), name)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=shown)
+def test_slots_that_no_axis_divides(shape: Any) -> None:
+    """`data_axis=None` on a mesh with such an axis: every rank has all slots, and writes the same to its copy."""
+    mesh = make_mesh(shape)
+    here = OnMesh(SPECS[0], mesh, "xla", data_axis=None)
+    state, slots = {"conv_state": "pool"}, {"state_indices": "slots"}
+    rows = {"window_rows": "rows", "num_valid_tokens": "valid"}
+    counts = {"num_accepted_tokens": "accepted", "track_indices": "tracked", "track_num_tokens": "valid"}
+    read = {"x": "x", "weight": "weight"} | state
+    for name, arrays, indices, layer in (
+        ("verify", read | {"conv_windows": "windows"}, slots | rows, {"layer": 1}),
+        ("prefill", read, slots | {"lengths": "valid"}, {"layer": 0}),
+        ("commit", state | {"conv_windows": "windows"}, slots | rows | counts, {}),
+        ("gather", {"conv_windows": "windows"}, {"num_accepted_tokens": "accepted", "window_rows": "rows"}, {}),
+    ):
+        alone, on_mesh = here.both(name, here.arrays(**arrays), indices, **layer)
+        for one, other in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(alone), strict=True):
+            assert_same_bits(np.asarray(one), np.asarray(other), name)
+            for shard in one.addressable_shards:
+                assert_same_bits(np.asarray(shard.data), np.asarray(other)[shard.index], name)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=shown)
+def test_a_continued_prompt_equals_one_device(shape: Any) -> None:
+    """With few channels, where a CPU compiles other loops for half of them."""
+    mesh, spec = make_mesh(shape), ConvCacheSpec(1, 16, 8, 16, 4, 3, "float32")
+    specs = sharding.partition_specs(spec)
+    sizes = ((8, 3, 16), spec.state_shape, (16, 4), (16,))
+    arrays = tuple(values(size, "float32", i) for i, size in enumerate(sizes))
+    continued = np.asarray([1, 1, 1, 0, 0, 1, 1, 1], np.bool_)
+    slots = np.asarray([5, 2, 4, 1, 9, 11, 15, 13], np.int32)
+    options: dict[str, Any] = {"spec": spec, "layer": 0, "state_indices": slots, "has_initial_state": continued}
+    alone = jax.jit(functools.partial(jax_impl.causal_conv1d_prefill, **options))(*arrays)
+    placed = put(mesh, arrays, (specs.x, specs.conv_state, specs.weight, specs.bias))
+    on_mesh = sharding.sharded_prefill(*placed, mesh=mesh, **options)
+    for one, other, name in zip(on_mesh, alone, ("y", "pool"), strict=True):
+        assert_same_bits(np.asarray(one), np.asarray(other), name)
 
 
 # ---- inputs, draft trees, steps that resume --------------------------------------------------------------------------
@@ -564,6 +604,14 @@ def test_arrays_that_lie_elsewhere_are_refused() -> None:
         sharding.sharded_commit(whole, windows, zeros, zeros, spec=spec, mesh=mesh)
 
 
+def test_what_a_kernel_does_not_take_is_said_of_a_rank() -> None:
+    mesh, spec = make_mesh((1, 2)), ConvCacheSpec(2, 8, 4, 128, 4, 3)
+    zeros = np.zeros(4, np.int32)
+    pool, windows = (jnp.zeros(shape, spec.dtype) for shape in (spec.state_shape, spec.windows_shape))
+    with pytest.raises(ValueError, match=r"got conv_dim = 64\. .* On each rank of the mesh: conv_dim = 64 of 128\."):
+        sharding.sharded_commit(pool, windows, zeros, zeros, spec=spec, mesh=mesh, implementation="pallas_interpret")
+
+
 # ---- a whole model ---------------------------------------------------------------------------------------------------
 
 
@@ -659,6 +707,29 @@ def test_bench_on_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         assert f"{kind}: step ratio {row['step_ratio'][kind]:.3f}" in measure.line(row)
     assert main(["bench", "--mesh", "tensor=2"]) == 0
     assert capsys.readouterr().out.count("data=1 tensor=2") == 2
+
+
+def test_a_step_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chained step on the mesh alone: its ratio is missing, and the error says what of."""
+    from jax_impl.bench import measure, mesh, timing
+
+    monkeypatch.setattr(timing, "QUEUE_SECONDS", 0.001)
+    monkeypatch.setattr(timing, "TARGET_SECONDS", 0.001)
+    real = mesh.whole_step
+
+    def failing(form: Any, *given: Any, mesh: Any = None, **more: Any) -> Any:
+        if form == "chained" and mesh is not None:
+            raise RuntimeError("no memory")
+        return real(form, *given, mesh=mesh, **more)
+
+    monkeypatch.setattr(mesh, "whole_step", failing)
+    local = ConvCacheSpec(1, 7, 5, 24, 4, 4, "float32")
+    (row,) = mesh.rows(local, (1, 1), [3], 2, "all", compare=False, implementation="xla")
+    assert row["errors"] == {"all_chained": "RuntimeError: no memory"}
+    assert set(row["step_ratio"]) == set(row["throughput"]) == {"device", "wall"}
+    line = measure.line(row)
+    assert "data=1 tensor=1  device: step ratio" in line
+    assert line.endswith("all_chained FAILED RuntimeError: no memory")
 
 
 def test_a_step_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

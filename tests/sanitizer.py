@@ -28,37 +28,41 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from jax_impl import ConvCacheSpec  # noqa: E402
-from tests import adapters  # noqa: E402
-from tests.cases import INT32_MAX, INT32_MIN, unique_bits, values  # noqa: E402
+try:
+    from jax_impl import ConvCacheSpec
+    from tests import adapters
+    from tests.cases import INT32_MAX, INT32_MIN, unique_bits, values
+except ImportError as missing:
+    if __name__ != "__main__":
+        raise
+    print(f"nothing was run: {missing}; pip install '.[test]'", file=sys.stderr)
+    sys.exit(3)
 
 PARTS = 8  # processes beside each other
 TOOLS = ("memcheck", "racecheck", "synccheck")
-SLOTS, ROWS, NULL = 17, 11, 6
+SLOTS, ROWS, NULL, REQUESTS = 17, 11, 6, 11
 SUMMARY = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (.*)$", re.MULTILINE)
 CLEAN = re.compile(r"^0 (errors|hazards)\b")
 
 Call = tuple[str, Callable[[], Any]]
 
 
-def indices() -> dict[str, np.ndarray]:
-    """Nine requests: five live ones, and of each way to be skipped one."""
+def indices(tokens: int) -> dict[str, np.ndarray]:
+    """Eleven requests of up to D = `tokens`: live ones, up to the last column, and of each way to be skipped one."""
     listed = {
-        "slots": [4, 16, 0, -1, 9, SLOTS, NULL, 12, 2],
-        "rows": [10, 0, 7, 3, 5, 1, 2, ROWS, 4],
-        "accepted": [4, 1, 2, 3, 3, 4, 2, 1, 0],
-        "valid": [4, 2, 3, 4, 3, 1, 4, 4, 4],
-        "tracked": [1, 3, -1, 5, NULL, 7, 8, SLOTS, INT32_MAX],
-        "resumed": [2, 0, 4, 1, 3, 5, INT32_MIN, 1, 2],
+        "slots": [4, 16, 0, 9, 2, 7, -1, SLOTS, NULL, 12, 14],
+        "rows": [10, 0, 7, 5, 4, 9, 3, 1, 2, ROWS, 6],
+        "accepted": [tokens, 1, 2, 3, tokens, 0, 3, tokens, 2, 1, 3],
+        "valid": [tokens, 2, 3, 3, tokens, tokens, tokens, 1, tokens, tokens, 2],
+        "tracked": [1, 3, -1, NULL, 5, 8, 10, 11, 13, SLOTS, INT32_MAX],
+        "resumed": [2, 0, tokens, 1, 3, tokens + 1, 1, INT32_MIN, 2, 1, 2],
     }
     return {name: np.asarray(one, np.int32) for name, one in listed.items()}
 
 
 def calls(path: adapters.Path) -> Iterator[Call]:
     """Every operation in both axis orders and all storages; narrow, wide and many columns; trees; resumed steps."""
-    of, tree = indices(), np.asarray([[-1, 0, 0, 1]] * 9, np.int32)
-    way = np.asarray([[0, 1, 3, 2]] * 9, np.int32)
-    common = {"state_indices": of["slots"], "null_slot": NULL}
+    tree, way = np.asarray([[-1, 0, 0, 1]] * REQUESTS, np.int32), np.asarray([[0, 1, 3, 2]] * REQUESTS, np.int32)
     for order in ("time_major", "channel_major"):
         for storage, width, tokens in (
             ("sliding", 4, 4), ("dense", 4, 4), ("inputs", 4, 4), ("sliding", 2, 17), ("inputs", 7, 16),
@@ -66,7 +70,9 @@ def calls(path: adapters.Path) -> Iterator[Call]:
             spec = ConvCacheSpec(2, SLOTS, ROWS, 640, width, tokens, "bfloat16", order, storage)  # pyright: ignore[reportArgumentType]
             name = f"{order} {storage} K={width} D={tokens}"
             pool, windows = unique_bits(spec.state_shape, spec.dtype, 1), unique_bits(spec.windows_shape, spec.dtype, 2)
-            x, weight = values((9, tokens, 640), spec.dtype, 3), values((640, width), "float32", 4)
+            x, weight = values((REQUESTS, tokens, 640), spec.dtype, 3), values((640, width), "float32", 4)
+            of = indices(tokens)
+            common = {"state_indices": of["slots"], "null_slot": NULL}
             verify = {**common, "spec": spec, "layer": 1, "window_rows": of["rows"], "num_valid_tokens": of["valid"]}
             linked = storage != "sliding" and tokens == 4
             yield f"verify {name}", lambda a=(x, pool, windows, weight), o=verify: path.verify(*a, **o)
@@ -86,23 +92,23 @@ def calls(path: adapters.Path) -> Iterator[Call]:
                 lambda a=(pool, windows, of["slots"], of["accepted"]), o=commit: path.commit(*a, **o),
             )
         spec = ConvCacheSpec(2, SLOTS, ROWS, 640, 4, 4, "bfloat16", order)
-        yield from _prompts(path, spec, order, common)
-        yield from _groups(path, spec, order, of)
+        yield from _prompts(path, spec, order)
+        yield from _groups(path, spec, order)
 
 
-def _prompts(path: adapters.Path, spec: ConvCacheSpec, order: str, common: dict[str, Any]) -> Iterator[Call]:
+def _prompts(path: adapters.Path, spec: ConvCacheSpec, order: str) -> Iterator[Call]:
     """An update, and prompts of which some start from their slot: short ones, and long ones in chunks."""
     pool, weight = unique_bits(spec.state_shape, spec.dtype, 1), values((640, 4), "float32", 4)
-    state = {**common, "spec": spec, "layer": 1}
-    token = values((9, 640), spec.dtype, 3)
+    state = {"state_indices": indices(4)["slots"], "null_slot": NULL, "spec": spec, "layer": 1}
+    token = values((REQUESTS, 640), spec.dtype, 3)
     yield f"update {order}", lambda: path.update(token, pool, weight, **state)
     for tokens in (7, 512):
-        x, lengths = values((9, tokens, 640), spec.dtype, 3), np.resize([tokens, 1, 0, tokens - 2, 3], 9)
-        told = state | {"lengths": lengths.astype(np.int32), "has_initial_state": np.arange(9) % 2 == 0}
+        x, lengths = values((REQUESTS, tokens, 640), spec.dtype, 3), np.resize([tokens, 1, 0, tokens - 2, 3], REQUESTS)
+        told = state | {"lengths": lengths.astype(np.int32), "has_initial_state": np.arange(REQUESTS) % 2 == 0}
         yield f"prefill {order} T={tokens}", lambda x=x, told=told: path.prefill(x, pool, weight, **told)
 
 
-def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str, of: dict[str, np.ndarray]) -> Iterator[Call]:
+def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str) -> Iterator[Call]:
     """Conv groups of different width with recurrent states, and a list of pools, each in one launch."""
     specs = {
         "q": spec,
@@ -113,6 +119,7 @@ def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str, of: dict[str, 
         key: (one, unique_bits(one.state_shape, one.dtype, 1), unique_bits(one.windows_shape, one.dtype, 2))
         for key, one in specs.items()
     }
+    of = indices(4)
     state, steps = values((2, SLOTS, 4, 8, 16), "float32", 5), values((2, ROWS, 4, 4, 8, 16), "float32", 6)
     options = {
         "window_rows": of["rows"], "step_rows": of["rows"][::-1].copy(), "num_valid_tokens": of["valid"],
@@ -147,13 +154,13 @@ def run_calls(named: Callable[[adapters.Path], Iterator[Call]], part: int) -> No
 
 
 def summary(log: str) -> str | None:
-    """The line of a sanitizer's output that sums up; None if there is none, since it did not get that far.
+    """The first line of a sanitizer's output that sums up, of those with errors if there are any; None without one.
 
     >>> summary("========= ERROR SUMMARY: 2 errors\\n"), summary("no device")
     ('2 errors', None)
     """
     found = SUMMARY.findall(log)
-    return found[0].strip() if found else None
+    return next((one.strip() for one in found if not is_clean(one)), found[0].strip() if found else None)
 
 
 def is_clean(verdict: str | None) -> bool:

@@ -251,6 +251,8 @@ def test_what_the_times_of_a_step_are_is_said_above_them() -> None:
     of_step, of_mesh = (report.tables(record(point)).split("\n\n") for point in (STEP, MESHED))
     assert "Unrolled, a call passes 66 arrays" in of_step[1]
     assert "passes 66 arrays to every device" in of_mesh[1]
+    assert "Throughput: requests of all data ranks" in of_mesh[1]
+    assert "Chained: " in of_mesh[1]
     cells = of_mesh[2].splitlines()[-1]
     device, wall, chained = (
         "50.0 | 52.0 | 1.020 | 1.96×",
@@ -275,6 +277,7 @@ def test_a_mesh_of_which_only_wall_times_are_known_has_dashes_for_the_device() -
     assert cells.splitlines()[-1] == row
     assert "On the device" not in caption
     assert "No times on the device were measured." in caption
+    assert "Chained" not in caption
     line = measure.line(point)
     assert line.endswith(
         "data=2 tensor=1  wall: step ratio 1.040, throughput 1.92×  one – (wall 100.00)  all – (wall 104.00)"

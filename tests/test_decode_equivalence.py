@@ -111,16 +111,20 @@ def test_tokens_at_once_equal_tokens_one_by_one(
         assert_same_bits(committed[1, slots], window, f"state after {token + 1} tokens, verify of one")
 
 
-@pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 7), ("float32", 7), ("bfloat16", 35)])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "with_bias"),
+    [("bfloat16", 7, True), ("float32", 7, False), ("float32", 7, True), ("bfloat16", 35, False)],
+)
 @both_orders
 def test_a_prompt_at_once_equals_its_tokens_one_by_one(
-    any_path: Path, axis_order: Any, dtype: Any, tokens: int
+    any_path: Path, axis_order: Any, dtype: Any, tokens: int, with_bias: bool
 ) -> None:
     """Whole, in two chunks of which the first is shorter than the state, and token by token."""
     spec = spec_of(4, 2, axis_order=axis_order, dtype=dtype)
     x, weight = values((2, tokens, 128), "float32", 2), values((128, 4), "float32", 3)
     pool, slots = values(spec.state_shape, dtype, 1), ints(8, 3)
     options: dict[str, Any] = {"spec": spec, "state_indices": slots, "layer": 1}
+    options |= {"bias": values((128,), "float32", 4)} if with_bias else {}
     y, whole = any_path.prefill(x, pool, weight, **options)
     first, chunked = any_path.prefill(x[:, :2], pool, weight, **options)
     second, chunked = any_path.prefill(x[:, 2:], chunked, weight, has_initial_state=np.asarray([True, True]), **options)
@@ -128,7 +132,8 @@ def test_a_prompt_at_once_equals_its_tokens_one_by_one(
     assert_same_bits(chunked, whole)
     emptied = pool.copy()
     emptied[1, slots] = 0
-    one_by_one, stepped = decode(any_path, emptied, x, weight, slots, ints(tokens, tokens), spec=spec, layer=1)
+    del options["state_indices"]
+    one_by_one, stepped = decode(any_path, emptied, x, weight, slots, ints(tokens, tokens), **options)
     assert_same_bits(stepped, whole)
     if "triton" not in any_path.name:  # its prefill is the eager one: another arithmetic
         assert_same_bits(one_by_one, y)

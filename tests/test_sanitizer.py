@@ -21,6 +21,30 @@ def test_every_call_can_be_made() -> None:
         assert any(word in name for name in made), word
 
 
+class Recorded(adapters.Path):
+    """Keeps the geometry, slots and counts of every verify and commit."""
+
+    def verify(self, x: Any, conv_state: Any, conv_windows: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
+        counts = [options[name] for name in ("num_valid_tokens", "resume_tokens") if name in options]
+        return options["spec"], options["state_indices"], counts
+
+    def commit(self, conv_state: Any, conv_windows: Any, slots: Any, accepted: Any, **options: Any) -> Any:
+        return options["spec"], slots, [accepted, options.get("track_num_tokens", accepted)]
+
+
+def test_the_last_column_is_read_and_written() -> None:
+    """Of rows with many columns too: some live request has all of them."""
+    seen = 0
+    for name, call in sanitizer.calls(Recorded("recorded")):
+        if name.startswith(("verify", "commit")):
+            spec, slots, all_counts = call()
+            live = (slots >= 0) & (slots < spec.num_slots) & (slots != sanitizer.NULL)
+            for counts in all_counts:
+                assert spec.num_draft_tokens in counts[live], name
+                seen += 1
+    assert seen > 60
+
+
 LOG = """verify
 ========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)
 """
@@ -34,6 +58,7 @@ LOG = """verify
         (LOG.format(hazards=0), "0 hazards displayed (0 errors, 0 warnings)", True),
         (LOG.format(hazards=3), "3 hazards displayed (3 errors, 0 warnings)", False),
         ("========= Error: Device not supported\n", None, False),
+        ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 3 errors\n", "3 errors", False),
     ],
 )
 def test_a_summary_is_clean_only_without_errors(log: str, summary: str | None, clean: bool) -> None:

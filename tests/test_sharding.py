@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jax_impl import ConvCacheSpec, ConvWeight, prepare_conv_weight, sharding
+from jax_impl import ConvCache, ConvCacheSpec, ConvWeight, prepare_conv_weight, sharding
 from jax_impl.layout import STORAGES
 from jax_impl.presets import PRESETS, ConvPart, get_preset
 from tests import adapters
@@ -148,12 +148,12 @@ def test_uneven_channels_are_refused_with_every_number() -> None:
     with pytest.raises(ValueError, match="`parts`") as caught:
         sharding.channel_order(parts, 4)
     assert str(caught.value).splitlines() == [
-        f"`parts`: expected a divisor of part {name} = 6 heads, got 4. "
+        f"`parts`: expected a divisor of part {name} = 6 heads, got 4 ranks. "
         "Every part is divided over the ranks separately; heads are not split."
         for name in "qk"
     ]
     three = (ConvPart("x", 8, 8), ConvPart("B", 9, 3, repeats=True))
-    with pytest.raises(ValueError, match="expected a multiple of part B = 3 groups as ranks, got 4"):
+    with pytest.raises(ValueError, match="expected a multiple of part B = 3 groups as ranks, got 4 ranks"):
         sharding.channel_order(three, 4)
     for ranks in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="`num_ranks`: expected an integer of at least 1"):
@@ -224,7 +224,7 @@ def test_uneven_sizes_are_refused_together() -> None:
         "`spec 4, which leaves 1 over. 6 would do.",
     ]
     assert "slots in equal shares for 3 ranks of axis 'data'" in str(caught.value)
-    assert "`parts`: expected a divisor of part q = 2 heads, got 5" in str(caught.value)
+    assert "`parts`: expected a divisor of part q = 2 heads, got 5 ranks" in str(caught.value)
     with pytest.raises(ValueError, match=r"`parts`: expected conv_dim = 128 channels together, got q 32 \+ k 32 = 64"):
         sharding.local_spec(SPEC, AbstractMesh((1, 2), ("data", "tensor")), parts=parts[:2])
     with pytest.raises(ValueError, match=r"`tensor_axis`: .*axis of the mesh \(data = 3, tensor = 5\), got 'model'"):
@@ -250,6 +250,23 @@ def test_a_call_is_checked_in_global_numbers() -> None:
         sharding.sharded_commit(pool, windows, [0], [1], **arrays, implementation="cuda")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="`num_accepted_tokens`: expected an integer array"):
         sharding.sharded_gather(windows, [0.5], **arrays)
+
+
+def test_what_the_plain_function_and_the_mesh_refuse_is_said_at_once() -> None:
+    """Sizes that the mesh does not divide stand beside what is wrong on any device."""
+    mesh, spec = AbstractMesh((2, 4), ("data", "tensor")), ConvCacheSpec(2, 9, 5, 130, width=4, num_draft_tokens=4)
+    pool, windows = jnp.zeros(spec.state_shape, spec.dtype), jnp.zeros(spec.windows_shape, spec.dtype)
+    slots, accepted = jnp.zeros(7, jnp.int32), jnp.zeros(8, jnp.int32)
+    with pytest.raises(ValueError, match="num_accepted_tokens") as caught:
+        sharding.sharded_commit(pool, windows, slots, accepted, spec=spec, mesh=mesh)
+    named = [line.split(":")[0] for line in str(caught.value).splitlines()]
+    assert named[-4:] == ["`spec.conv_dim`", "`spec.num_slots`", "`spec.max_requests`", "`state_indices`"]
+    cache = ConvCache(pool, windows, spec)
+    with pytest.raises(ValueError, match="num_accepted_tokens") as caught:
+        sharding.sharded_commit_after_verify(cache, slots, accepted, mesh=mesh)
+    assert named[-4:] == [line.split(":")[0] for line in str(caught.value).splitlines()][-4:]
+    with pytest.raises(ValueError, match="`spec`"):
+        sharding.sharded_commit(pool, windows, slots, accepted, spec="x", mesh=mesh)
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------

@@ -360,7 +360,6 @@ def line(row: Row) -> str:
     if "over" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
     if "step_ratio" in row:
-        head += f" data={row['data']} tensor={row['tensor']}"
         for kind, ratio in row["step_ratio"].items():
             head += f"  {kind}: step ratio {ratio:.3f}, throughput {row['throughput'][kind]:.2f}×"
     if "compile_s" in row:

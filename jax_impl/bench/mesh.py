@@ -33,6 +33,8 @@ from jax_impl.layout import AxisOrder, ConvCacheSpec
 
 LOOPS = 64  # steps of one program, so that it takes longer than to start it on every device
 
+SUBJECTS = ("one", "one_chained", "all", "all_chained")  # in the order in which they are timed
+
 Row = dict[str, Any]
 Sizes = tuple[int, int]  # data ranks, tensor ranks
 
@@ -137,16 +139,18 @@ def rows(
             arguments = placed(inputs(spec, indices), spec, mesh)
             _time(row, "all", spec, mesh, arguments, implementation, repeats)
         except Exception as error:
-            row["errors"] = {"all" if "one_chained" in row else "one": timing.reason(error)}
-        else:
-            times = {
-                kind: [at(row, f"{of}{form}", *path) for of in ("all", "one")]
-                for kind, (form, path) in MESH_TIMES.items()
-            }
-            ratios = {kind: on_mesh / alone for kind, (on_mesh, alone) in times.items()}
-            row["step_ratio"] = {name: round(ratio, 4) for name, ratio in ratios.items()}
-            row["throughput"] = {name: round(sizes[0] / ratio, 4) for name, ratio in ratios.items()}
+            row["errors"] = {next(name for name in SUBJECTS if name not in row): timing.reason(error)}
+        ratios = dict(_ratios(row))
+        row["step_ratio"] = {kind: round(ratio, 4) for kind, ratio in ratios.items()}
+        row["throughput"] = {kind: round(sizes[0] / ratio, 4) for kind, ratio in ratios.items()}
         yield row
+
+
+def _ratios(row: Row) -> Iterator[tuple[str, float]]:
+    """All devices' time over one's, of every kind of which both are there."""
+    for kind, (form, path) in MESH_TIMES.items():
+        if f"all{form}" in row:  # which is timed last
+            yield kind, at(row, f"all{form}", *path) / at(row, f"one{form}", *path)
 
 
 def _identity(spec: ConvCacheSpec, sizes: Sizes, batch: int) -> Row:

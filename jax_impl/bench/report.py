@@ -150,7 +150,8 @@ def _captions(rows: Sequence[Row]) -> list[str]:
         times = [value for row in rows for value in row.values() if isinstance(value, dict)]
         wall_only = any(isinstance(of.get("wall"), dict) for of in times) and not any("median_us" in of for of in times)
         device = "No times on the device were measured." if wall_only else _ON_DEVICE
-        return [explained.format(arrays=2 * rows[0]["num_layers"] + 6, device=device)]
+        chained = _CHAINED if any("one_chained" in row for row in rows) else ""
+        return [explained.format(arrays=2 * rows[0]["num_layers"] + 6, device=device, chained=chained)]
     of = next((row for row in rows if "model" in row), None)
     if of is None:
         return []
@@ -159,6 +160,7 @@ def _captions(rows: Sequence[Row]) -> list[str]:
 
 
 _ON_DEVICE = "On the device: steps follow each other in one program."
+_CHAINED = " Chained: the next layer's x is y of this one, and a call passes 8."
 _EXPLAINED = {
     "step": "A whole step. {device} Wall: one call of a queue of jitted calls. Unrolled, a call passes {arrays} "
     "arrays: x and y of every layer and six others. Chained, the next layer's x is y of this one, and a call passes 8, "
@@ -171,9 +173,10 @@ _EXPLAINED = {
     "Columns: what one layer reads and writes of a request. Times on the device; the last column is over sliding's, a "
     "step's over that of sliding with its commit. With one request all layers together fit into the cache, for the "
     "copies too.",
-    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. {device} "
-    "Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device. Chained: the "
-    "next layer's x is y of this one, and a call passes 8.",
+    MESH: "A whole step, unrolled. One device: the work of one rank; all devices: that of all ranks. Step ratio: the "
+    "latter over the former. Throughput: requests of all data ranks in the time that one device needs for those of "
+    "one. {device} Wall: one call of a queue of jitted calls, each of which passes {arrays} arrays to every device."
+    "{chained}",
 }
 
 
@@ -183,6 +186,8 @@ def variant(row: Row) -> str:
         return f" {_takes_along(row)}" + (", tracked" if row["track"] else "")
     if "design" in row:
         return f" {row['of']} {row['design']}"
+    if row["operation"] == MESH:
+        return f" data={row['data']} tensor={row['tensor']}"
     return f" T={row['tokens']}" if "tokens" in row else ""
 
 

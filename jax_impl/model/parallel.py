@@ -130,11 +130,15 @@ def _with_spec(state: DecodeState, spec: ConvCacheSpec) -> DecodeState:
 def _steps_of_a_rank(
     drafter: Drafter, spec: ConvCacheSpec, local: ConvCacheSpec, data_axis: str | None, static: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """`verify_step` and `prefill_step` on a rank's shards, with global slot numbers; `static` goes on to both."""
+    """`verify_step` and `prefill_step` on a rank's shards, with global slot numbers; `static` goes on to both.
+
+    `data_axis` is None where one rank has all slots.
+    """
 
     def own(slots: jax.Array) -> jax.Array:
-        rank = jnp.int32(0) if data_axis is None else jax.lax.axis_index(data_axis)
-        return localize_slots(slots, rank, local.num_slots)
+        if data_axis is None:
+            return slots
+        return localize_slots(slots, jax.lax.axis_index(data_axis), local.num_slots)
 
     def verify(parameters: Parameters, state: DecodeState, slots: jax.Array) -> tuple[DecodeState, StepResult]:
         state, result = decode.verify_step(parameters, _with_spec(state, local), drafter, own(slots), **static)
@@ -190,7 +194,8 @@ class MeshEngine(Engine):
         self.parameters = jax.tree.map(place, shard_parameters(config, parameters, tensor_ranks), weights)
         self.state = jax.tree.map(place, self.state, specs)
         static = {"config": own_config, "stop_token_ids": self.stop_token_ids, "implementation": self.implementation}
-        verify, prefill = _steps_of_a_rank(self.drafter, spec, local, data_axis, static)
+        divided_over = data_axis if local.num_slots < spec.num_slots else None
+        verify, prefill = _steps_of_a_rank(self.drafter, spec, local, divided_over, static)
 
         def on_mesh(step: Any, arguments: tuple[Any, ...], result: Any) -> Any:
             mapped = jax.shard_map(
