@@ -132,8 +132,9 @@ def _prefill_xla(
     state = (
         jnp.zeros((batch, spec.state_columns, spec.conv_dim), spec.dtype)
         if carried is None
-        else lax.optimization_barrier(take_state(call, conv_state, continues))  # read it before the pool is written
+        else take_state(call, conv_state, continues)
     )
+    state = lax.optimization_barrier(state)  # it is read before the pool is written; of zeros nothing is precomputed
     is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
     # x may be made from the pool, so it is made before the pool is written.
     call = without_invalid(dataclasses.replace(call, x=lax.optimization_barrier(call.x)), is_valid)
