@@ -129,12 +129,9 @@ def _prefill_xla(
         lengths = jnp.full((batch,), tokens, jnp.int32)
     live &= (lengths >= 1) & (lengths <= tokens)
     continues = live if carried is None else live & carried
-    state = (
-        jnp.zeros((batch, spec.state_columns, spec.conv_dim), spec.dtype)
-        if carried is None
-        else take_state(call, conv_state, continues)
-    )
-    state = lax.optimization_barrier(state)  # it is read before the pool is written; of zeros nothing is precomputed
+    state = None  # zeros
+    if carried is not None:  # read it before the pool is written
+        state = lax.optimization_barrier(take_state(call, conv_state, continues))
     is_valid = live[:, None] & (jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None])
     # x may be made from the pool, so it is made before the pool is written.
     call = without_invalid(dataclasses.replace(call, x=lax.optimization_barrier(call.x)), is_valid)
@@ -145,11 +142,11 @@ def _prefill_xla(
     start = no_bias() if bias is None else bias[None, None, :]
     total = activate(weighted_sum(window, rows, start), call.activation)
     y = jnp.where(is_valid[:, :, None], total, jnp.float32(0)).astype(call.x.dtype)
-    return y, put_state(call, conv_state, _last_columns(fresh, state, jnp.where(live, lengths, 0)), live)
+    return y, put_state(call, conv_state, _last_columns(fresh, state, jnp.where(live, lengths, 0), spec), live)
 
 
-def _delayed(fresh: jax.Array, state: jax.Array, tokens: int) -> jax.Array:
-    """The history [state, fresh] as it was `tokens` ago, `[B, T, conv_dim]`.
+def _delayed(fresh: jax.Array, state: jax.Array | None, tokens: int) -> jax.Array:
+    """The history [state, fresh] as it was `tokens` ago, `[B, T, conv_dim]`; a state of None is zeros.
 
     Two reads at constant places and a selection, which fuse into the sum: a concatenation of state and inputs would be
     written out first. Pads would become branches, and a CPU compiler fuses no product of one branch into a sum behind
@@ -157,19 +154,23 @@ def _delayed(fresh: jax.Array, state: jax.Array, tokens: int) -> jax.Array:
     """
     if tokens == 0:
         return fresh
-    columns = state.shape[1]
     place = np.arange(fresh.shape[1], dtype=np.int32) - tokens
-    old = state.at[:, (place + columns).clip(0, columns - 1)].get(mode="promise_in_bounds")
     new = fresh.at[:, place.clip(0)].get(mode="promise_in_bounds")
+    old = jnp.zeros((), fresh.dtype)
+    if state is not None:
+        columns = state.shape[1]
+        old = state.at[:, (place + columns).clip(0, columns - 1)].get(mode="promise_in_bounds")
     return jnp.where((place < 0)[None, :, None], old, new)
 
 
-def _last_columns(fresh: jax.Array, state: jax.Array, consumed: jax.Array) -> jax.Array:
+def _last_columns(fresh: jax.Array, state: jax.Array | None, consumed: jax.Array, spec: ConvCacheSpec) -> jax.Array:
     """The S columns `[B, S, conv_dim]` before each request's next token, `consumed` tokens into `fresh`."""
-    columns, tokens = state.shape[1], fresh.shape[1]
+    columns, tokens = spec.state_columns, fresh.shape[1]
     place = consumed[:, None] + jnp.arange(columns, dtype=jnp.int32)[None, :]  # in the history [state, fresh]
     pick = functools.partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
-    old = pick(state, jnp.clip(place, 0, columns - 1)[:, :, None])
+    old = jnp.zeros((), fresh.dtype)
+    if state is not None:
+        old = pick(state, jnp.clip(place, 0, columns - 1)[:, :, None])
     new = pick(fresh, jnp.clip(place - columns, 0, tokens - 1)[:, :, None])
     return jnp.where((place < columns)[:, :, None], old, new)
 
