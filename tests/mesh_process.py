@@ -72,9 +72,8 @@ def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     >>> bounds((slice(None), slice(8, 16)), (2, 16))
     '0:2,8:16'
     """
-    return ",".join(
-        f"{one.start or 0}:{size if one.stop is None else one.stop}" for one, size in zip(index, shape, strict=True)
-    )
+    ends = (one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    return ",".join(f"{start}:{stop}" for start, stop in ends)
 
 
 def whole(files: list[pathlib.Path]) -> dict[str, np.ndarray]:

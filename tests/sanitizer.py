@@ -71,26 +71,24 @@ def calls(path: adapters.Path) -> Iterator[Call]:
             name = f"{order} {storage} K={width} D={tokens}"
             pool, windows = unique_bits(spec.state_shape, spec.dtype, 1), unique_bits(spec.windows_shape, spec.dtype, 2)
             x, weight = values((REQUESTS, tokens, 640), spec.dtype, 3), values((640, width), "float32", 4)
-            of = indices(tokens)
+            of, read = indices(tokens), (x, pool, windows, weight)
             common = {"state_indices": of["slots"], "null_slot": NULL}
             verify = {**common, "spec": spec, "layer": 1, "window_rows": of["rows"], "num_valid_tokens": of["valid"]}
             linked = storage != "sliding" and tokens == 4
-            yield f"verify {name}", lambda a=(x, pool, windows, weight), o=verify: path.verify(*a, **o)
+            yield f"verify {name}", functools.partial(path.verify, *read, **verify)
             resumed = verify | {"resume_tokens": of["resumed"]}
-            yield f"verify, resumed {name}", lambda a=(x, pool, windows, weight), o=resumed: path.verify(*a, **o)
+            yield f"verify, resumed {name}", functools.partial(path.verify, *read, **resumed)
             if linked:
                 links = resumed | {"parents": tree, "resume_path": way}
-                yield f"verify, tree {name}", lambda a=(x, pool, windows, weight), o=links: path.verify(*a, **o)
+                yield f"verify, tree {name}", functools.partial(path.verify, *read, **links)
             if storage == "inputs":
                 kept = resumed | {"resume_windows": unique_bits(spec.windows_shape, spec.dtype, 5)}
-                yield f"verify, kept {name}", lambda a=(None, pool, windows, weight), o=kept: path.verify(*a, **o)
+                yield f"verify, kept {name}", functools.partial(path.verify, None, *read[1:], **kept)
             commit = {"spec": spec, "null_slot": NULL, "window_rows": of["rows"], "num_valid_tokens": of["valid"]}
             commit |= {"track_indices": of["tracked"], "track_num_tokens": of["accepted"]}
             commit |= {"accepted_path": way} if linked else {}
-            yield (
-                f"commit {name}",
-                lambda a=(pool, windows, of["slots"], of["accepted"]), o=commit: path.commit(*a, **o),
-            )
+            given = (pool, windows, of["slots"], of["accepted"])
+            yield f"commit {name}", functools.partial(path.commit, *given, **commit)
         spec = ConvCacheSpec(2, SLOTS, ROWS, 640, 4, 4, "bfloat16", order)
         yield from _prompts(path, spec, order)
         yield from _groups(path, spec, order)
@@ -101,11 +99,11 @@ def _prompts(path: adapters.Path, spec: ConvCacheSpec, order: str) -> Iterator[C
     pool, weight = unique_bits(spec.state_shape, spec.dtype, 1), values((640, 4), "float32", 4)
     state = {"state_indices": indices(4)["slots"], "null_slot": NULL, "spec": spec, "layer": 1}
     token = values((REQUESTS, 640), spec.dtype, 3)
-    yield f"update {order}", lambda: path.update(token, pool, weight, **state)
+    yield f"update {order}", functools.partial(path.update, token, pool, weight, **state)
     for tokens in (7, 512):
         x, lengths = values((REQUESTS, tokens, 640), spec.dtype, 3), np.resize([tokens, 1, 0, tokens - 2, 3], REQUESTS)
         told = state | {"lengths": lengths.astype(np.int32), "has_initial_state": np.arange(REQUESTS) % 2 == 0}
-        yield f"prefill {order} T={tokens}", lambda x=x, told=told: path.prefill(x, pool, weight, **told)
+        yield f"prefill {order} T={tokens}", functools.partial(path.prefill, x, pool, weight, **told)
 
 
 def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str) -> Iterator[Call]:
@@ -126,12 +124,12 @@ def _groups(path: adapters.Path, spec: ConvCacheSpec, order: str) -> Iterator[Ca
         "track_indices": of["tracked"], "track_num_tokens": of["accepted"], "null_slot": NULL, "step_states": steps,
     }  # fmt: skip
     given = (of["slots"], of["accepted"])
-    yield f"rollback {order}", lambda: path.after_verify(groups, state, *given, **options)
+    yield f"rollback {order}", functools.partial(path.after_verify, groups, state, *given, **options)
     one = dataclasses.replace(spec, num_layers=1)
     pools, buffers = (
         [unique_bits(shape[1:], one.dtype, i) for i in range(3)] for shape in (one.state_shape, one.windows_shape)
     )
-    yield f"commit of a list {order}", lambda: path.commit(pools, buffers, *given, spec=one, null_slot=NULL)
+    yield f"commit of a list {order}", functools.partial(path.commit, pools, buffers, *given, spec=one, null_slot=NULL)
 
 
 def planted(path: adapters.Path) -> Iterator[Call]:
@@ -142,7 +140,7 @@ def planted(path: adapters.Path) -> Iterator[Call]:
     spec = ConvCacheSpec(2, SLOTS, ROWS, 640, 4, 4)
     pool, windows = (values(shape, spec.dtype, 1) for shape in (spec.state_shape, spec.windows_shape))
     slots, accepted = np.asarray([SLOTS, 3], np.int32), np.asarray([2, 1], np.int32)
-    yield "commit", lambda: path.commit(pool, windows, slots, accepted, spec=spec)
+    yield "commit", functools.partial(path.commit, pool, windows, slots, accepted, spec=spec)
 
 
 def run_calls(named: Callable[[adapters.Path], Iterator[Call]], part: int) -> None:

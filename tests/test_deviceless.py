@@ -485,15 +485,22 @@ def test_on_many_gpus_no_operation_communicates(
                 assert not [(op, size) for op, size in instructions(program) if op in COPIES and size >= shard], name
 
 
+def step_on_mesh(axis_order: Any, sizes: tuple[int, int]) -> tuple[Any, ConvCacheSpec, tuple[Any, ...]]:
+    """A mesh of H200s, the geometry of all its ranks, and divided shapes for a step of five requests a rank."""
+    devices = devices_of("1x1x2")[: math.prod(sizes)]
+    of = jax.sharding.Mesh(np.asarray(devices).reshape(sizes), ("data", "tensor"))
+    local = ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order)
+    spec = mesh.global_spec(local, sizes)
+    shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(local, 5, sizes[0], "all")))
+    divided = lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on)  # noqa: E731
+    return of, spec, jax.tree.map(divided, shapes, mesh.shardings(spec, of))
+
+
 @both_orders
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> None:
     """Every turn is the kernels on a rank's own shards, in place; what is carried keeps its division."""
-    of = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")).reshape(sizes), ("data", "tensor"))
-    spec = mesh.global_spec(ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order), sizes)
-    divided = mesh.shardings(spec, of)
-    shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(spec, 5, sizes[0], "all")))
-    arguments = jax.tree.map(lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, divided)
+    of, spec, arguments = step_on_mesh(axis_order, sizes)
     with jax.set_mesh(of):
         again = subjects.repeated(
             step.carrying_y(step.whole_step("unrolled", spec, "pallas", stack_y=False, mesh=of)), mesh.LOOPS
@@ -505,7 +512,9 @@ def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> Non
     memory, ranks = program.memory_analysis(), sizes[0] * sizes[1]
     assert memory.alias_size_in_bytes >= (spec.state_bytes + spec.windows_bytes) / ranks
     assert memory.temp_size_in_bytes < spec.state_bytes / ranks / 100
-    for one, on in zip(jax.tree.leaves(program.output_shardings), jax.tree.leaves(divided[:2]), strict=True):
+    for one, on in zip(
+        jax.tree.leaves(program.output_shardings), jax.tree.leaves(mesh.shardings(spec, of)[:2]), strict=True
+    ):
         assert one.is_equivalent_to(on, 4)
 
 
@@ -513,22 +522,12 @@ def test_the_step_that_bench_loops_on_a_mesh(axis_order: Any, sizes: Any) -> Non
 @pytest.mark.parametrize(("sizes", "more"), [((1, 2), 0), ((2, 1), 2)])
 def test_what_a_step_on_a_mesh_launches(axis_order: Any, sizes: Any, more: int) -> None:
     """What a rank's work launches on one device; data ranks also make slots and rows their own numbers, once a step."""
-    local = ConvCacheSpec(3, 301, 37, 640, 4, 4, axis_order=axis_order)
-
-    def of_step(ranks: tuple[int, int], *, sharded: bool) -> int:
-        of = jax.sharding.Mesh(np.asarray(devices_of("1x1x2")[: math.prod(ranks)]).reshape(ranks), ("data", "tensor"))
-        spec = mesh.global_spec(local, ranks)
-        shapes = jax.eval_shape(lambda: mesh.inputs(spec, mesh.index_sets(local, 5, ranks[0], "all")))
-        given = jax.tree.map(
-            lambda one, on: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=on), shapes, mesh.shardings(spec, of)
-        )
-        chained = step.whole_step("chained", spec, "pallas", stack_y=False, mesh=of if sharded else None)
+    for ranks, own in ((1, 1), 0), (sizes, more):
+        of, spec, (carried, x, *others) = step_on_mesh(axis_order, ranks)
+        chained = step.whole_step("chained", spec, "pallas", stack_y=False, mesh=None if ranks == (1, 1) else of)
         with jax.set_mesh(of):
-            compiled: Any = jax.jit(chained, donate_argnums=0).lower(given[0], given[1][0], *given[2:]).compile()
-        return launches(compiled.as_text())
-
-    assert of_step((1, 1), sharded=False) == local.num_layers + 1
-    assert of_step(sizes, sharded=True) == local.num_layers + 1 + more
+            compiled: Any = jax.jit(chained, donate_argnums=0).lower(carried, x[0], *others).compile()
+        assert launches(compiled.as_text()) == spec.num_layers + 1 + own
 
 
 def test_on_many_gpus_a_kernel_outside_of_shard_map_is_refused() -> None:

@@ -359,9 +359,8 @@ def line(row: Row) -> str:
     head += report.variant(row)
     if "over" in row:
         head += f" {row['of']} conv_dim={row['conv_dim']} C={row['num_slots']}"
-    if "step_ratio" in row:
-        for kind, ratio in row["step_ratio"].items():
-            head += f"  {kind}: step ratio {ratio:.3f}, throughput {row['throughput'][kind]:.2f}×"
+    for kind, ratio in row.get("step_ratio", {}).items():
+        head += f"  {kind}: step ratio {ratio:.3f}, throughput {row['throughput'][kind]:.2f}×"
     if "compile_s" in row:
         head += (
             f"  trace {row['trace_s']:.2f} s  compile {row['compile_s']:.2f} s  launches {row['launches']:g}"

@@ -15,6 +15,7 @@ Requests of a rank name slots and rows of that rank's part, as an engine places 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax_impl import checks, sharding
 from jax_impl.bench import subjects, timing
 from jax_impl.bench.report import MESH_TIMES, at
-from jax_impl.bench.step import Form, timed_step, whole_step
-from jax_impl.bench.subjects import Case, Subject
+from jax_impl.bench.step import called_step, timed_step, whole_step
+from jax_impl.bench.subjects import Case
 from jax_impl.conv import ConvWeight
 from jax_impl.layout import AxisOrder, ConvCacheSpec
 
@@ -173,17 +174,11 @@ def _time(
     Of the chained step, under `{name}_chained`, the last two.
     """
     caches, x, *others = arguments
-
-    def subject(form: Form, x: Any) -> Subject:
-        step = whole_step(form, spec, implementation, stack_y=False, mesh=mesh)
-        return timed_step(step, caches, x, (x, *others), LOOPS)
-
-    unrolled = subject("unrolled", x)
-    row[name] = timing.marginal_us(unrolled.run, unrolled.calls, repeats) | _by_wall(unrolled, repeats)
+    step_of = functools.partial(whole_step, spec=spec, implementation=implementation, stack_y=False, mesh=mesh)
+    unrolled = timed_step(step_of("unrolled"), caches, x, (x, *others), LOOPS)
+    assert unrolled.alone is not None
+    times: Row = timing.marginal_us(unrolled.run, unrolled.calls, repeats)
+    row[name] = times | timing.wall_us(unrolled.alone, 1, repeats) | unrolled.facts
     del unrolled  # its arrays with it
-    row[f"{name}_chained"] = _by_wall(subject("chained", x[0]), repeats)
-
-
-def _by_wall(subject: Subject, repeats: int) -> Row:
-    assert subject.alone is not None
-    return timing.wall_us(subject.alone, 1, repeats) | subject.facts
+    alone, facts = called_step(step_of("chained"), caches, x[0], (x[0], *others))
+    row[f"{name}_chained"] = timing.wall_us(alone, 1, repeats) | facts

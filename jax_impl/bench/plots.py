@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_impl.bench.form import MESH
-from jax_impl.bench.report import Record, Row, at, copy_us
+from jax_impl.bench.report import MESH_TIMES, Record, Row, at, copy_us
 from jax_impl.layout import ConvCacheSpec
 
 BYTES_TOKENS = tuple(range(1, 17))  # D of the plot of bytes
@@ -271,7 +271,7 @@ def _mesh_figure(rows: Sequence[Row]) -> Any:
         axes.set_xscale("log", base=2)
         axes.axhline(1, color="k", linestyle="--")
         for (number, (data, tensor)), (kind, style) in itertools.product(
-            enumerate(meshes), (("device", "o-"), ("wall", "s:"), ("chained", "^--"))
+            enumerate(meshes), zip(MESH_TIMES, ("o-", "s:", "^--"), strict=True)
         ):
             of_line = [row for row in of_panel if (row["data"], row["tensor"]) == (data, tensor)]
             ratio = lambda row, kind=kind: at(row, "step_ratio", kind)  # noqa: E731

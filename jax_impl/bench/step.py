@@ -115,22 +115,30 @@ def timed_step(step: Step, caches: Any, y: Any, arguments: tuple[Any, ...], loop
     that every call finds its arrays where the last one had them, as it does in an engine. Each new address costs XLA an
     update of the graph that it replays; hence one set of indices, too.
     """
-    again = carrying_y(step)
+    alone, facts = called_step(step, caches, y, arguments)
+    device = subjects.looped(carrying_y(step), _own(caches, y), arguments, 1, loops)
+    return Subject(device.run, device.calls, facts, alone=alone)
 
-    def own() -> Any:
-        return jax.tree.map(jnp.copy, caches), jax.tree.map(jnp.zeros_like, y)
 
+def called_step(
+    step: Step, caches: Any, y: Any, arguments: tuple[Any, ...]
+) -> tuple[Callable[[int], None], dict[str, Any]]:
+    """`alone` and `facts` of `timed_step`, for a step that is timed by the wall only."""
     _, facts = subjects.compiled_with_facts(step, (caches, *arguments), (0,), 1)
-    program = jax.jit(again, donate_argnums=0, keep_unused=True)
-    held = [own()]
+    program = jax.jit(carrying_y(step), donate_argnums=0, keep_unused=True)
+    held = [_own(caches, y)]
 
     def alone(rounds: int) -> None:
         for _ in range(rounds):
             held[0] = program(held[0], *arguments)
         jax.block_until_ready(held[0])
 
-    device = subjects.looped(again, own(), arguments, 1, loops)
-    return Subject(device.run, device.calls, facts, alone=alone)
+    return alone, facts
+
+
+def _own(caches: Any, y: Any) -> Any:
+    """Copies that a program may have for itself."""
+    return jax.tree.map(jnp.copy, caches), jax.tree.map(jnp.zeros_like, y)
 
 
 def carrying_y(step: Step) -> Step:
